@@ -1,0 +1,210 @@
+"""The protocols between roles. Each role is a plain class that knows these and not where anything runs.
+
+Who talks to whom (arrows: who calls):
+
+    rollout worker ──► controller   admit, progress, finish_group, finish_evaluation
+    trainer        ──► controller   get_batch, begin_write, publish, finish_step, commit_checkpoint
+    engine         ──► controller   next_weights, confirm_weights
+    rollout worker ──► engine       generate, cancel, pin, unpin
+
+The same calls are direct in one process (`launch/inline.py`) and travel over Unix sockets between processes (`launch/wire.py`).
+Every wait inside has a deadline and a reason; the far end's death raises `PeerLost` at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from slipstream.types import (
+    Batch,
+    EngineReport,
+    EvalResult,
+    GenerateRequest,
+    Group,
+    PrefixChunk,
+    Record,
+    Score,
+    Span,
+    StepReport,
+    StopReason,
+    Work,
+)
+
+
+class ManifestEntry(Record, kw_only=True):
+    """One tensor's place in a packed block."""
+
+    name: str
+    dtype: str  # "float32", "bfloat16", ...
+    shape: tuple[int, ...]
+    offset: int  # bytes, a multiple of 64
+    nbytes: int
+
+
+class Manifest(Record, kw_only=True):
+    """What a packed block of weights holds, and the hash that proves it."""
+
+    incarnation: int
+    version: int
+    checksum: str  # xxh3-128 (hex) of the block's first `total_bytes` bytes, gaps zero
+    base_checksum: str | None = None  # of a delta
+    total_bytes: int
+    entries: tuple[ManifestEntry, ...]
+    aliases: dict[str, str] = {}  # tied name -> the name its storage is sent under
+
+
+class WeightsOffer(Record, kw_only=True):
+    """A leased slot that holds `manifest`'s bytes; give it back with `confirm_weights`."""
+
+    slot: int
+    manifest: Manifest
+
+
+class CheckpointManifest(Record, kw_only=True):
+    """What a checkpoint folder holds. Written as manifest.json inside it, last, before the folder is offered for commit."""
+
+    run_id: str
+    incarnation: int
+    step: int  # batches finished = version of the weights inside
+    ledger_seq: int  # the ledger must have reached this event
+    weights_checksum: str  # of the packed weights, as in the ledger's version rows
+    files: dict[str, tuple[int, str]]  # relative path -> (bytes, xxh3-128 hex)
+    numerics: dict[str, str] = {}  # fingerprint: torch, cpu capability, threads, dtype, attention path
+
+
+class ControllerAPI(Protocol):
+    """What the other roles ask of the controller."""
+
+    # -- rollout worker
+    async def admit(self, room: int) -> Work:
+        """Wait until at most `room` groups may start, an evaluation is due, or the run stops; room 0 waits for the last two only."""
+        ...
+
+    async def progress(self, chunks: list[PrefixChunk]) -> None:
+        """Record sampled tokens of running rollouts (durable once it returns)."""
+        ...
+
+    async def finish_group(self, group: Group) -> None:
+        """A group has run: all rollouts finished or failed, scored. Idempotent per (group_id, attempt)."""
+        ...
+
+    async def finish_evaluation(self, result: EvalResult) -> None: ...
+
+    # -- trainer
+    async def get_batch(self, step: int) -> Batch | None:
+        """The batch of this step: recorded before it is returned, equal every time. None: no further step, checkpoint and leave."""
+        ...
+
+    async def begin_write(self) -> int:
+        """A weight slot that no engine reads and that does not hold the newest version. Never waits for an engine."""
+        ...
+
+    async def publish(self, slot: int, manifest: Manifest) -> None:
+        """The slot is complete. Comes before the `finish_step` of the step that made it; version of the start weights: no step."""
+        ...
+
+    async def finish_step(self, report: StepReport) -> None: ...
+
+    async def commit_checkpoint(self, temporary: str, manifest: CheckpointManifest) -> None:
+        """Verify checkpoints/<temporary>, rename it to checkpoints/step-<step>, prune old ones."""
+        ...
+
+    async def checkpoint_context(self) -> tuple[str, int, int]:
+        """(run_id, incarnation, ledger_seq) that a checkpoint written now must name."""
+        ...
+
+    # -- engine
+    async def next_weights(self, engine_id: str, incarnation: int, version: int) -> WeightsOffer:
+        """Wait for weights newer than (incarnation, version), -1 for none yet, and lease their slot."""
+        ...
+
+    async def confirm_weights(self, slot: int, report: EngineReport) -> None:
+        """Give the lease back and report what the engine now holds; a checksum that differs from the manifest raises WeightSyncError."""
+        ...
+
+
+class Generation:
+    """A generation in progress, filled frame by frame. Read it at any time; `EngineClient.generate` returns when it has ended."""
+
+    __slots__ = ("logprobs", "prefill_version", "spans", "start", "stop_reason", "token_ids")
+
+    def __init__(self, start: int):
+        self.start = start  # position in the rollout of the first token sampled here
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.spans: list[Span] = []  # rollout coordinates
+        self.prefill_version: tuple[int, int] | None = None
+        self.stop_reason: StopReason | None = None
+
+    def append(self, token_id: int, logprob: float, incarnation: int, version: int, engine_id: str) -> None:
+        at = self.start + len(self.token_ids)
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        last = self.spans[-1] if self.spans else None
+        if last and (last.incarnation, last.version, last.engine_id) == (incarnation, version, engine_id):
+            self.spans[-1] = Span(last.start, at + 1, incarnation, version, engine_id)
+        else:
+            self.spans.append(Span(at, at + 1, incarnation, version, engine_id))
+
+
+class EngineClient(Protocol):
+    """What a rollout worker asks of an engine."""
+
+    async def generate(self, request: GenerateRequest, into: Generation) -> None:
+        """Queue the request and fill `into` until it ends. Cancelling the awaiting task cancels the request."""
+        ...
+
+    async def pin(self) -> tuple[int, int, str]:
+        """Copy the live weights for evaluation; (incarnation, version, checksum). Requests with purpose EVAL use the copy."""
+        ...
+
+    async def unpin(self) -> float:
+        """Free the copy; the seconds that the engine spent on pinned passes."""
+        ...
+
+
+class Scorer(Protocol):
+    """Turns the finished rollouts of a group into scores, one per rollout, in order; raises ScoringError for the whole group."""
+
+    name: str
+    weight: float
+
+    async def score(self, group: Group) -> list[Score]: ...
+
+    async def close(self) -> None: ...
+
+
+class Message(Record, kw_only=True):
+    """One chat message between a rollout and its environment."""
+
+    role: str  # user | assistant | tool | system
+    content: str
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class EnvironmentReply(Record, kw_only=True):
+    """What the environment answers to a model turn."""
+
+    messages: tuple[Message, ...] = ()  # appended to the conversation; none with done
+    done: bool = False
+    reward: float | None = None  # for the turn just made
+    truncated: bool = False  # done because of a limit, not by the task
+
+
+class Environment(Protocol):
+    """Single use: one instance per rollout."""
+
+    async def start(self) -> tuple[Message, ...]:
+        """The first messages, as shown to the model."""
+        ...
+
+    async def step(self, message: Message) -> EnvironmentReply: ...
+
+    async def close(self) -> None: ...
+
+
+class Clock(Protocol):
+    """Time as the run sees it: monotonic seconds."""
+
+    def now(self) -> float: ...
