@@ -204,6 +204,20 @@ class Environment(Protocol):
     async def close(self) -> None: ...
 
 
+class Observer(Protocol):
+    """Who is told what happens: metrics file, display, samples file, sinks. Never raises into the controller, never waits."""
+
+    def step(self, line: dict[str, Any], groups: tuple[Group, ...]) -> None:
+        """A step has finished: its metric line and the groups it trained."""
+        ...
+
+    def evaluation(self, line: dict[str, Any], result: EvalResult) -> None: ...
+
+    def note(self, text: str) -> None:
+        """One sentence for people (a warning, a resume, a skipped evaluation)."""
+        ...
+
+
 class Clock(Protocol):
     """Time as the run sees it: monotonic seconds."""
 
