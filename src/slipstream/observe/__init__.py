@@ -1,0 +1,1 @@
+"""What is seen of a run: metrics.jsonl, samples.jsonl, the display, the sinks, the summary. Imports no torch."""

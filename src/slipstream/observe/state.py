@@ -1,0 +1,107 @@
+"""What the displays show: the newest lines of a run and how its numbers are written for people."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.config.settings import Config
+
+BARS = "▁▂▃▄▅▆▇█"
+HISTORY = 48  # steps in the sparkline
+
+
+def sparkline(values: list[float], width: int = HISTORY, low: float | None = None, high: float | None = None) -> str:
+    """The last values as one character each, from `low` to `high` (of the values by default)."""
+    values = values[-width:]
+    if not values:
+        return ""
+    low = min(values) if low is None else low
+    high = max(values) if high is None else high
+    if high <= low:
+        return BARS[0] * len(values)
+    top = len(BARS) - 1
+    return "".join(BARS[max(0, min(top, round((v - low) / (high - low) * top)))] for v in values)
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """The value with so many decimals; a dash where it does not apply; large values with thin groups of thousands."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}".replace(",", " ") if abs(value) >= 1000 else f"{value:.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f} %"
+
+
+def milliseconds(value_s: float | None) -> str:
+    return "–" if value_s is None else f"{1000 * value_s:.0f} ms"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def one_line(text: str, width: int) -> str:
+    """The text on one line, cut to `width` characters with an ellipsis."""
+    text = " ⏎ ".join(part.strip() for part in text.strip().splitlines() if part.strip())
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
+
+
+@dataclass(slots=True)
+class RunState:
+    """The run as last reported. Fed by the observer, read by the displays (from rich's refresh thread too: whole values are swapped)."""
+
+    name: str
+    folder: str
+    steps: int
+    slots: int  # groups that may be in flight: (S + 1) x P
+    now: Callable[[], float] = time.monotonic
+    started: float = 0.0
+    line: dict[str, Any] = field(default_factory=dict)  # newest step line
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    first_evaluation: dict[str, Any] | None = None
+    last_evaluation: dict[str, Any] | None = None
+    answer: tuple[str, str, float | None] | None = None  # prompt, completion, reward of a rollout of the newest step
+    first_step_at: float | None = None  # when this process saw its first step line, and which step that was
+    first_step: int = 0
+
+    @classmethod
+    def of(cls, config: Config, folder: str, now: Callable[[], float] = time.monotonic) -> RunState:
+        slots = (config.buffer.max_staleness + 1) * config.trainer.groups_per_step
+        return cls(config.run.name, folder, config.trainer.steps, slots, now, now())
+
+    def on_step(self, line: dict[str, Any]) -> None:
+        self.line = line
+        if line.get("reward_mean") is not None:
+            self.rewards.append(line["reward_mean"])
+        if self.first_step_at is None:
+            self.first_step_at, self.first_step = self.now(), self.done
+
+    def on_evaluation(self, line: dict[str, Any]) -> None:
+        self.first_evaluation = self.first_evaluation or line
+        self.last_evaluation = line
+
+    @property
+    def done(self) -> int:
+        """Batches finished."""
+        return int(self.line.get("version", 0))
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.now() - self.started
+
+    @property
+    def remaining_s(self) -> float | None:
+        """At the pace of the steps seen so far; None before the second."""
+        if self.first_step_at is None or self.done <= self.first_step:
+            return None
+        return (self.now() - self.first_step_at) / (self.done - self.first_step) * max(0, self.steps - self.done)
