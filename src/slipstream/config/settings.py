@@ -14,27 +14,37 @@ from pydantic import BaseModel, ConfigDict, Field
 class Settings(BaseModel):
     """Base of every table: frozen, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
 
 class RunSettings(Settings):
     name: str = Field("run", description="Name of the run; the folder is runs/<name>-<date>-<time>.", pattern=r"^[A-Za-z0-9._-]+$")
     folder: str | None = Field(None, description="The run folder itself, instead of the one derived from the name.")
     seed: int = Field(0, ge=0, description="Seed of the prompt order, the sampling and everything else that is drawn.")
-    deterministic: bool = Field(False, description="The whole run is a function of file, seed and numerics fingerprint; launch = 'inline' only.")
-    stop_grace_s: float = Field(5.0, ge=0, description="After the first Ctrl-C, how long running sequences may go on before they are saved.")
+    deterministic: bool = Field(
+        False, description="The whole run is a function of file, seed and numerics fingerprint; launch = 'inline' only."
+    )
+    stop_grace_s: float = Field(
+        5.0, ge=0, description="After the first Ctrl-C, how long running sequences may go on before they are saved."
+    )
 
 
 class ModelSettings(Settings):
     name: str = Field("builtin:tiny", description="Hugging Face id, folder, GGUF file, or builtin:tiny.")
     revision: str | None = Field(None, description="Revision of a Hugging Face id.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Dtype the engine computes in; bfloat16 training keeps float32 master weights.")
-    device: str = Field("auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto | cpu | cuda[:n] | mps, for every role that sets none.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Dtype the engine computes in; bfloat16 training keeps float32 master weights."
+    )
+    device: str = Field(
+        "auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto | cpu | cuda[:n] | mps, for every role that sets none."
+    )
     chat_template: str | None = Field(None, description="Jinja chat template (text or file) instead of the tokenizer's own.")
 
 
 class DataSettings(Settings):
-    train: str = Field("builtin:sort_digits", description="JSONL or parquet file, folder, id:config:split, reasoning_gym:NAME, or builtin:NAME.")
+    train: str = Field(
+        "builtin:sort_digits", description="JSONL or parquet file, folder, id:config:split, reasoning_gym:NAME, or builtin:NAME."
+    )
     eval: str | int | None = Field(None, description="Like train; or a number: hold out that many distinct prompts of train; or nothing.")
     prompt_template: str | list[dict[str, str]] | None = Field(
         None, description="str.format text over the row's columns for the user message, or a list of chat messages with such texts."
@@ -73,18 +83,27 @@ class RolloutSettings(Settings):
 class EngineSettings(Settings):
     type: Literal["embedded"] = Field("embedded", description="What generates tokens.")
     slots: int = Field(32, ge=1, description="Sequences that generate at the same time.")
-    max_context: int | None = Field(None, ge=16, description="Longest prompt + completion in tokens; the model's own limit (at most 4096) by default.")
+    max_context: int | None = Field(
+        None, ge=16, description="Longest prompt + completion in tokens; the model's own limit (at most 4096) by default."
+    )
     threads: int = Field(1, ge=1, description="CPU threads; with more than 1 a row's result may depend on its neighbours.")
     device: str | None = Field(None, pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="Instead of model.device.")
 
 
 class BufferSettings(Settings):
     max_staleness: int = Field(1, ge=0, description="S: admission keeps (S+1) x groups_per_step groups in flight; 0 is synchronous.")
-    window: int | None = Field(None, ge=1, description="W: places from the oldest unpulled group that may be pulled out of order; max(1, 0.3 (S+1) P) by default, 1 is fifo.")
-    on_stale: Literal["mask_tokens", "keep"] = Field(
-        "mask_tokens", description="Tokens older than max_staleness (possible only with window > 1): masked from the loss, or kept; counted either way."
+    window: int | None = Field(
+        None,
+        ge=1,
+        description="W: places from the oldest unpulled group that may be pulled out of order; max(1, 0.3 (S+1) P) by default, 1 is fifo.",
     )
-    filter_zero_variance: bool = Field(False, description="Groups whose rewards are all equal are filtered and another prompt takes the place.")
+    on_stale: Literal["mask_tokens", "keep"] = Field(
+        "mask_tokens",
+        description="Tokens older than max_staleness (possible only with window > 1): masked from the loss, or kept; counted either way.",
+    )
+    filter_zero_variance: bool = Field(
+        False, description="Groups whose rewards are all equal are filtered and another prompt takes the place."
+    )
     max_barren_groups: int = Field(64, ge=1, description="The run ends when this many groups in a row failed or were filtered.")
 
 
@@ -93,30 +112,42 @@ class TrainerSettings(Settings):
     groups_per_step: int = Field(4, ge=1, description="P: groups per optimizer step.")
     learning_rate: float = Field(1e-5, ge=0, description="Peak learning rate of AdamW.")
     warmup_steps: int = Field(0, ge=0, description="Linear warm-up.")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="After the warm-up; linear and cosine reach 0 at trainer.steps.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="After the warm-up; linear and cosine reach 0 at trainer.steps."
+    )
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay (matrices only).")
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW betas.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping.")
-    max_tokens_per_micro_batch: int = Field(8192, ge=16, description="Packed tokens per forward and backward pass; a batch is split to fit.")
+    max_tokens_per_micro_batch: int = Field(
+        8192, ge=16, description="Packed tokens per forward and backward pass; a batch is split to fit."
+    )
     logprob_chunk_tokens: int = Field(1024, ge=16, description="Rows of logits held at once in the output head.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass.")
-    max_skipped_steps: int = Field(5, ge=1, description="The run ends after this many skipped updates in a row (non-finite loss or gradient).")
+    max_skipped_steps: int = Field(
+        5, ge=1, description="The run ends after this many skipped updates in a row (non-finite loss or gradient)."
+    )
     step_timeout_s: float = Field(1800.0, gt=0, description="A step that takes longer is a hang.")
     threads: int = Field(1, ge=1, description="CPU threads.")
     device: str | None = Field(None, pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="Instead of model.device.")
 
 
 class LossSettings(Settings):
-    preset: Literal["grpo", "dr_grpo", "dapo"] = Field("grpo", description="Sets advantage, clipping and aggregation at once; the keys below override.")
+    preset: Literal["grpo", "dr_grpo", "dapo"] = Field(
+        "grpo", description="Sets advantage, clipping and aggregation at once; the keys below override."
+    )
     clip_low: float | None = Field(None, gt=0, description="Lower clip range of the ratio; the preset's by default.")
     clip_high: float | None = Field(None, gt=0, description="Upper clip range of the ratio; the preset's by default.")
 
 
 class WeightSyncSettings(Settings):
-    transport: Literal["shared_memory"] = Field("shared_memory", description="How weights travel; launch = 'inline' uses the same slots in one process.")
+    transport: Literal["shared_memory"] = Field(
+        "shared_memory", description="How weights travel; launch = 'inline' uses the same slots in one process."
+    )
     payload: Literal["full"] = Field("full", description="What travels.")
     every: Literal[1] = Field(1, description="Steps between two published versions.")
-    lag: int | None = Field(None, ge=0, description="launch = 'inline' only: the engine samples every batch with weights exactly this many versions behind.")
+    lag: int | None = Field(
+        None, ge=0, description="launch = 'inline' only: the engine samples every batch with weights exactly this many versions behind."
+    )
 
 
 class CheckpointSettings(Settings):
@@ -144,7 +175,9 @@ class LedgerSettings(Settings):
 class Config(Settings):
     """A whole run."""
 
-    launch: Literal["inline", "local"] = Field("local", description="inline: one process, for tests, debuggers and Macs. local: a process per role.")
+    launch: Literal["inline", "local"] = Field(
+        "local", description="inline: one process, for tests, debuggers and Macs. local: a process per role."
+    )
     run: RunSettings = RunSettings()
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()

@@ -1,0 +1,197 @@
+"""Checks that need more than one setting, made when the settings are loaded: what excludes what, and why.
+
+Each check takes the config and yields `Conflict`s; all run, so a person sees every conflict at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.config.arithmetic import max_context_tokens, max_groups_in_flight
+from slipstream.config.paths import is_inline_template, resolve_path
+from slipstream.config.settings import Config
+
+BASELINE_PRESETS = ("grpo", "dr_grpo", "dapo")  # advantage = reward minus the group's mean
+BUILTIN_REWARDS = ("exact", "number", "regex")
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Settings that do not go together."""
+
+    keys: tuple[str, ...]  # the key to blame first
+    text: str  # given, why not, what to do
+
+
+def check(config: Config, *, reward_given: bool, base_folder: Path) -> list[Conflict]:
+    """Every conflict in these settings; `reward_given`: a callable comes as the reward."""
+    return [
+        *_baseline(config),
+        *_truncated_sampling(config),
+        *_window(config),
+        *_deterministic(config),
+        *_lag(config),
+        *_environment(config),
+        *_lengths(config),
+        *_rewards(config, reward_given),
+        *_files(config, base_folder),
+    ]
+
+
+def _baseline(config: Config) -> Iterator[Conflict]:
+    if config.rollout.group_size == 1 and config.loss.preset in BASELINE_PRESETS:
+        yield Conflict(
+            ("rollout.group_size", "loss.preset"),
+            f'group_size = 1 with preset "{config.loss.preset}": the advantage is the distance to the mean reward of the group, '
+            "which is 0 for a single rollout, so nothing would be learned; use group_size >= 2",
+        )
+
+
+def _truncated_sampling(config: Config) -> Iterator[Conflict]:
+    rollout = config.rollout
+    for key, value, off in (("top_k", rollout.top_k, 0), ("top_p", rollout.top_p, 1.0), ("min_p", rollout.min_p, 0.0)):
+        if value != off:
+            yield Conflict(
+                (f"rollout.{key}",),
+                f"{key} = {value} is refused for training: the trainer would need the vocabulary kept for every token to compute "
+                f"logprobs under the same distribution; leave it at {off} (`slipstream generate` and `eval` take it)",
+            )
+
+
+def _window(config: Config) -> Iterator[Conflict]:
+    window, stale, groups = config.buffer.window, config.buffer.max_staleness, config.trainer.groups_per_step
+    if window is None or window == 1:
+        return
+    if stale == 0:
+        yield Conflict(
+            ("buffer.window", "buffer.max_staleness"),
+            f"window = {window} with max_staleness = 0: a synchronous run trains the groups it admitted, so there is nothing to reorder; "
+            "use window = 1 or leave it out",
+        )
+    elif window > max_groups_in_flight(config):
+        yield Conflict(
+            ("buffer.window", "buffer.max_staleness", "trainer.groups_per_step"),
+            f"window = {window} is wider than the {max_groups_in_flight(config)} groups in flight at most "
+            f"((max_staleness + 1) x groups_per_step = {stale + 1} x {groups}); use a window of at most {max_groups_in_flight(config)}",
+        )
+
+
+def _deterministic(config: Config) -> Iterator[Conflict]:
+    if config.run.deterministic and config.launch != "inline":
+        yield Conflict(
+            ("run.deterministic", "launch"),
+            f'deterministic = true with launch = "{config.launch}": processes of their own swap weights and finish groups when they '
+            'happen to, not at ticks of a logical clock; use launch = "inline"',
+        )
+
+
+def _lag(config: Config) -> Iterator[Conflict]:
+    lag = config.weight_sync.lag
+    if lag is None:
+        return
+    if config.launch != "inline":
+        yield Conflict(
+            ("weight_sync.lag", "launch"),
+            f'lag = {lag} with launch = "{config.launch}": only one process can hold the engine at exactly that distance; '
+            'use launch = "inline" or leave lag out',
+        )
+    if lag > config.buffer.max_staleness:
+        yield Conflict(
+            ("weight_sync.lag", "buffer.max_staleness"),
+            f"lag = {lag} is more than max_staleness = {config.buffer.max_staleness}: a group may not be that old when it is trained, "
+            f"so the run could never go on; use max_staleness >= {lag}",
+        )
+    if config.buffer.filter_zero_variance:
+        yield Conflict(
+            ("weight_sync.lag", "buffer.filter_zero_variance"),
+            f"lag = {lag} with filter_zero_variance: the group that takes a filtered one's place would be sampled at another distance; "
+            "use one of the two",
+        )
+
+
+def _environment(config: Config) -> Iterator[Conflict]:
+    rollout = config.rollout
+    if rollout.environment == "tools":
+        if not rollout.tools:
+            yield Conflict(
+                ("rollout.tools", "rollout.environment"),
+                "environment = \"tools\" without tools; name at least one, e.g. tools = ['tools.py:add']",
+            )
+        if rollout.max_turns < 2:
+            yield Conflict(
+                ("rollout.max_turns", "rollout.environment"),
+                f'max_turns = {rollout.max_turns} with environment = "tools": the model could call a tool but never see its result; '
+                "use max_turns >= 2",
+            )
+        return
+    if rollout.tools:
+        yield Conflict(("rollout.tools", "rollout.environment"), 'tools need environment = "tools"; "single_turn" would never call them')
+    if rollout.max_turns > 1:
+        yield Conflict(
+            ("rollout.max_turns", "rollout.environment"),
+            f'max_turns = {rollout.max_turns} with environment = "single_turn", which ends after one turn; use 1 or environment = "tools"',
+        )
+
+
+def _lengths(config: Config) -> Iterator[Conflict]:
+    """A rollout must fit the context with at least one prompt token."""
+    new, context = config.rollout.max_new_tokens, max_context_tokens(config)
+    if new >= context:
+        given = "max_context" if config.engine.max_context else "the default max_context"
+        yield Conflict(
+            ("rollout.max_new_tokens", "engine.max_context"),
+            f"max_new_tokens = {new} leaves no room for a prompt in {given} = {context} ({context} - {new} = {context - new} tokens); "
+            f"use max_new_tokens < {context} or a larger engine.max_context",
+        )
+
+
+def _rewards(config: Config, reward_given: bool) -> Iterator[Conflict]:
+    if not config.reward and not reward_given:
+        yield Conflict(
+            ("reward",),
+            "no reward: nothing says what a good answer is; add [[reward]] with function = "
+            + " | ".join(f'"{name}"' for name in BUILTIN_REWARDS)
+            + ', "package.module:function", or "rewards.py:function" beside the run file',
+        )
+        return
+    for index, reward in enumerate(config.reward):
+        if ":" not in reward.function and reward.function not in BUILTIN_REWARDS:
+            near = difflib.get_close_matches(reward.function, BUILTIN_REWARDS, n=1)
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            yield Conflict(
+                (f"reward.{index}.function",),
+                f'"{reward.function}" is neither {", ".join(BUILTIN_REWARDS)} nor "module:function" or "file.py:function"{hint}',
+            )
+    names = Counter(reward_name(r.function, r.name) for r in config.reward)
+    for name, count in names.items():
+        if count > 1:
+            yield Conflict(("reward",), f'{count} rewards are called "{name}" in the metrics; give each its own name = ...')
+    if config.reward and not reward_given and all(reward.weight == 0 for reward in config.reward):
+        yield Conflict(("reward.0.weight",), "the weight of every reward is 0, so each rollout would get reward 0 and nothing be learned")
+
+
+def reward_name(function: str, name: str | None) -> str:
+    """A reward's name in the metrics: its own, else the function's."""
+    return name or function.rpartition(":")[2]
+
+
+def _files(config: Config, base_folder: Path) -> Iterator[Conflict]:
+    """Files of Python code and chat templates that settings name must be there; data and models are judged by their loaders."""
+    functions = [(f"reward.{i}.function", r.function) for i, r in enumerate(config.reward)]
+    functions += [(f"rollout.tools.{i}", tool) for i, tool in enumerate(config.rollout.tools)]
+    for key, value in functions:
+        file, colon, function = value.rpartition(":")
+        if key.startswith("rollout") and not (file and function):
+            yield Conflict((key,), f'"{value}" names no tool; write "module:function" or "file.py:function"')
+        elif colon and not function:
+            yield Conflict((key,), f'"{value}" names no function; write "{file}:function"')
+        elif file.endswith(".py") and not resolve_path(file, base_folder).is_file():
+            yield Conflict((key,), f"there is no file {resolve_path(file, base_folder)}")
+    template = config.model.chat_template
+    if template is not None and not is_inline_template(template) and not resolve_path(template, base_folder).is_file():
+        path = resolve_path(template, base_folder)
+        yield Conflict(("model.chat_template",), f'"{template}" is neither Jinja text (no braces) nor a file at {path}')
