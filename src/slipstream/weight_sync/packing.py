@@ -1,0 +1,224 @@
+"""Weights as one block of bytes: what lies where (layout), the writer (Publisher) and the reader (WeightSet).
+
+A layout is built from `state_dict()`: each tensor once, tied names as aliases, persistent buffers included, non-persistent ones (rotary
+frequencies) neither sent nor cast. Entries start at multiples of 64 bytes; the gaps are zero, so the block's hash is a function of the
+weights. Writer and reader derive their layouts from their own models; they must be equal, entry by entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from slipstream.errors import WeightSyncError
+from slipstream.protocols import Manifest, ManifestEntry
+from slipstream.weight_sync.memory import MemoryFile
+
+ALIGNMENT = 64  # bytes: `Tensor.view(dtype)` needs offsets divisible by the item size, and vector loads like cache lines
+
+Source = nn.Module | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLayout:
+    """Where each tensor lies in a packed block."""
+
+    entries: tuple[ManifestEntry, ...]
+    aliases: dict[str, str]  # tied name -> the name its bytes are sent under
+    total_bytes: int  # a multiple of 64
+
+    @classmethod
+    def of(cls, source: Source, dtype: torch.dtype | None = None) -> WeightLayout:
+        """The layout of a model (or of named tensors), its floating parameters cast to `dtype`; buffers and integers keep theirs."""
+        tensors = _named_tensors(source)
+        cast = _castable(source, tensors)
+        entries: list[ManifestEntry] = []
+        aliases: dict[str, str] = {}
+        first: dict[tuple, str] = {}
+        at = 0
+        for name, tensor in tensors.items():
+            place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            if tensor.numel() and place in first:
+                aliases[name] = first[place]
+                continue
+            first[place] = name
+            wire = dtype if dtype is not None and name in cast else tensor.dtype
+            nbytes = tensor.numel() * wire.itemsize
+            entries.append(ManifestEntry(name=name, dtype=_dtype_name(wire), shape=tuple(tensor.shape), offset=at, nbytes=nbytes))
+            at += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(entries), aliases, at)
+
+    def manifest(self, incarnation: int, version: int, checksum: str) -> Manifest:
+        return Manifest(
+            incarnation=incarnation,
+            version=version,
+            checksum=checksum,
+            total_bytes=self.total_bytes,
+            entries=self.entries,
+            aliases=self.aliases,
+        )
+
+
+class Publisher:
+    """The trainer's side: packs the weights, cast included, into a slot. The slot is the staging; nothing else of that size is held."""
+
+    def __init__(self, source: Source, slots: list[MemoryFile], dtype: torch.dtype | None = None):
+        self._source = source
+        self._slots = slots
+        self.layout = WeightLayout.of(source, dtype)
+
+    @torch.no_grad()
+    def pack(self, slot: int, incarnation: int, version: int) -> Manifest:
+        """Write the current weights into this slot and hash them. The caller owns the slot (`begin_write`) until it publishes it.
+
+        Raises MemoryNeedError where the slot's memory cannot be had (first use of a slot).
+        """
+        self._slots[slot].resize(self.layout.total_bytes)
+        block = self._slots[slot].map(writable=True)[: self.layout.total_bytes]
+        flat = torch.from_numpy(block)
+        tensors = _named_tensors(self._source)
+        for entry, end in _with_ends(self.layout):
+            target = flat[entry.offset : entry.offset + entry.nbytes].view(_dtype(entry.dtype)).view(entry.shape)
+            target.copy_(tensors[entry.name])
+            block[entry.offset + entry.nbytes : end] = 0
+        return self.layout.manifest(incarnation, version, xxhash.xxh3_128_hexdigest(block.data))
+
+
+class WeightSet:
+    """The engine's side: a model whose tensors are overwritten in place, so ties, views and references to them stay."""
+
+    def __init__(self, model: Source):
+        self._model = model
+        self.layout = WeightLayout.of(model)
+
+    @torch.no_grad()
+    def apply(self, block: np.ndarray, manifest: Manifest) -> str:
+        """Copy `block` (uint8, at least `manifest.total_bytes`) into the model and return the hash of the model's own copy.
+
+        The manifest is checked whole against the model before anything is touched. Raises WeightSyncError that names the first difference,
+        or where the own copy does not hash to the manifest's checksum: the model then holds neither version and must not be used.
+        """
+        self.check(manifest)
+        if len(block) < manifest.total_bytes:
+            raise WeightSyncError(
+                f"weights {_version(manifest)}: the slot holds {len(block)} bytes, the manifest says {manifest.total_bytes}"
+            )
+        tensors = _named_tensors(self._model)
+        for entry in self.layout.entries:
+            _copy_bytes(tensors[entry.name], block[entry.offset : entry.offset + entry.nbytes])
+        checksum = self.checksum()
+        if checksum != manifest.checksum:
+            raise WeightSyncError(
+                f"weights {_version(manifest)}: this engine's copy hashes to {checksum}, the trainer packed {manifest.checksum}; "
+                "the slot was damaged or written while it was read"
+            )
+        return checksum
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise WeightSyncError that names the first tensor in which manifest and model differ."""
+        ours, theirs = {e.name: e for e in self.layout.entries}, {e.name: e for e in manifest.entries}
+        for name in [*ours, *theirs]:
+            problem = _difference(ours.get(name), theirs.get(name))
+            if problem:
+                raise WeightSyncError(f"weights {_version(manifest)} do not fit this engine's model: {name}: {problem}")
+        if self.layout.aliases != manifest.aliases:
+            name, one = next(iter(self.layout.aliases.items() ^ manifest.aliases.items()))
+            where = "only here" if self.layout.aliases.get(name) == one else "only at the trainer"
+            raise WeightSyncError(f"weights {_version(manifest)} do not fit this engine's model: {name} is tied to {one} {where}")
+        if self.layout.total_bytes != manifest.total_bytes:
+            raise WeightSyncError(
+                f"weights {_version(manifest)}: the block has {manifest.total_bytes} bytes, "
+                f"this engine's model needs {self.layout.total_bytes}"
+            )
+
+    def checksum(self) -> str:
+        """The hash of the model's own tensors as they are now, as if packed."""
+        return _hash(self.layout, _named_tensors(self._model))
+
+
+@torch.no_grad()
+def checksum(source: Source, dtype: torch.dtype | None = None) -> str:
+    """The xxh3-128 that `Publisher(source, ..., dtype).pack` would put into its manifest, without a block."""
+    return _hash(WeightLayout.of(source, dtype), _named_tensors(source))
+
+
+# ---- pieces --------------------------------------------------------------------------------------------------------------------
+
+
+def _named_tensors(source: Source) -> dict[str, Tensor]:
+    """Name -> detached tensor that shares the live memory, in a fixed order; asked for at each use, since `.to()` replaces them."""
+    if not isinstance(source, nn.Module):
+        return {name: tensor.detach() for name, tensor in source.items()}
+    state = source.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise WeightSyncError(f"{name} of the model's state is a {type(value).__name__}: only tensors can be sent to engines")
+    return dict(state)
+
+
+def _castable(source: Source, tensors: Mapping[str, Tensor]) -> set[str]:
+    names: Iterable[str] = (
+        (name for name, _ in source.named_parameters(remove_duplicate=False)) if isinstance(source, nn.Module) else tensors
+    )
+    return {name for name in names if name in tensors and tensors[name].is_floating_point()}
+
+
+def _with_ends(layout: WeightLayout) -> Iterable[tuple[ManifestEntry, int]]:
+    """Each entry with where the next one starts (or the block ends)."""
+    starts = [e.offset for e in layout.entries[1:]]
+    return zip(layout.entries, [*starts, layout.total_bytes], strict=True)
+
+
+def _hash(layout: WeightLayout, tensors: Mapping[str, Tensor]) -> str:
+    """xxh3-128 of the block these tensors would pack into, streamed tensor by tensor."""
+    hasher, zeros = xxhash.xxh3_128(), bytes(ALIGNMENT)
+    for entry, end in _with_ends(layout):
+        tensor = tensors[entry.name].to("cpu", _dtype(entry.dtype)).contiguous()
+        hasher.update(_bytes(tensor).data)
+        hasher.update(zeros[: end - entry.offset - entry.nbytes])
+    return hasher.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    """uint8 view of a contiguous CPU tensor's memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def _copy_bytes(target: Tensor, source: np.ndarray) -> None:
+    """Overwrite the tensor with these bytes, which are of its dtype and shape. `source` may be read-only memory."""
+    if target.device.type == "cpu" and target.is_contiguous():
+        np.copyto(_bytes(target), source)
+    else:
+        target.copy_(torch.from_numpy(source.copy()).view(target.dtype).view(target.shape))
+
+
+def _difference(ours: ManifestEntry | None, theirs: ManifestEntry | None) -> str | None:
+    if ours is None:
+        return "the trainer sends it, this model does not have it"
+    if theirs is None:
+        return "this model has it, the trainer does not send it"
+    for what in ("shape", "dtype", "offset", "nbytes"):
+        a, b = getattr(ours, what), getattr(theirs, what)
+        if a != b:
+            return f"{what} is {a} here and {b} at the trainer"
+    return None
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise WeightSyncError(f"{name} is not a dtype")
+    return dtype
+
+
+def _version(manifest: Manifest) -> str:
+    return f"{manifest.incarnation}.{manifest.version}"
