@@ -58,6 +58,10 @@ class ScoringError(SlipstreamError, RuntimeError):
     """A scorer failed on a group (raised, hung, returned what is not a reward). The group is recorded as failed."""
 
 
+class ScoringDeadline(ScoringError):
+    """A scorer did not answer within its deadline. In a deterministic run it ends the run: what a clock decides cannot be repeated."""
+
+
 class EnvironmentFailed(SlipstreamError, RuntimeError):
     """An environment failed in one rollout. The rollout is recorded as failed."""
 

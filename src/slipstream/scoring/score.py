@@ -1,0 +1,94 @@
+"""The scoring stage: a group whose rollouts have ended becomes a group with rewards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from slipstream.errors import DeadlineExceeded, ScoringDeadline, ScoringError
+from slipstream.protocols import Scorer
+from slipstream.rollout.external import ExternalCalls, FreeCalls
+from slipstream.types import Group, Rollout, RolloutStatus, Score
+
+SCORING_FAILED = "scoring failed"
+NO_REWARD_APPLIES = "no reward applies"
+
+
+async def score_group(
+    group: Group, scorers: Sequence[Scorer], external: ExternalCalls | None = None, *, deadlines_are_fatal: bool = False
+) -> Group:
+    """The group with scores and rewards on every rollout.
+
+    A reward is the weighted sum of the applicable scores. A rollout to which none applies becomes failed ("no reward applies"); a scorer
+    that fails makes all rollouts of the group failed ("scoring failed: ..."). A group with a failed rollout is not scored: it counts as
+    failed already. With `deadlines_are_fatal` (deterministic runs) a scorer's deadline raises DeadlineExceeded.
+    """
+    if not all(rollout.status.ok for rollout in group.rollouts):
+        return group
+    external = external or FreeCalls()
+    try:
+        columns = await _all_scores(group, scorers, external)
+    except ScoringDeadline as error:
+        if deadlines_are_fatal:
+            raise DeadlineExceeded(f"{error}; a deadline that fires ends a deterministic run") from error
+        return _failed(group, error)
+    except ScoringError as error:
+        return _failed(group, error)
+    rollouts = tuple(_rewarded(rollout, tuple(scores)) for rollout, scores in zip(group.rollouts, zip(*columns, strict=True), strict=True))
+    return msgspec.structs.replace(group, rollouts=rollouts)
+
+
+async def start_scorers(scorers: Sequence[Scorer]) -> None:
+    """Start what can be started ahead, so that a function that does not import is known at once (ConfigError)."""
+    for scorer in scorers:
+        start = getattr(scorer, "start", None)
+        if start is not None:
+            await start()
+
+
+async def close_scorers(scorers: Sequence[Scorer]) -> None:
+    """Close them all, whatever one of them does; the first error is raised in the end."""
+    results = await asyncio.gather(*(scorer.close() for scorer in scorers), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+def combined(scores: Sequence[Score]) -> float | None:
+    """The weighted sum of the applicable scores; None if none applies."""
+    applicable = [score.weight * score.value for score in scores if score.value is not None]
+    return sum(applicable) if applicable else None
+
+
+async def _all_scores(group: Group, scorers: Sequence[Scorer], external: ExternalCalls) -> list[list[Score]]:
+    """[scorers][G]; the scorers work at the same time, and the first failure in their order is raised once all have ended."""
+    calls = [
+        external.run((group.purpose.value, group.group_id, group.attempt, "score", index, 0), scorer.score(group))
+        for index, scorer in enumerate(scorers)
+    ]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    columns: list[list[Score]] = []
+    for scorer, result in zip(scorers, results, strict=True):
+        if isinstance(result, BaseException):
+            raise result
+        if len(result) != len(group.rollouts):
+            raise ScoringError(f"scorer {scorer.name!r} gave {len(result)} scores for {len(group.rollouts)} rollouts")
+        columns.append(result)
+    return columns
+
+
+def _rewarded(rollout: Rollout, scores: tuple[Score, ...]) -> Rollout:
+    reward = combined(scores)
+    if reward is None:
+        names = ", ".join(score.name for score in scores)
+        error = f"{NO_REWARD_APPLIES}: every scorer said None ({names or 'there is no scorer'})"
+        return msgspec.structs.replace(rollout, scores=scores, status=RolloutStatus.FAILED, error=error)
+    return msgspec.structs.replace(rollout, scores=scores, reward=reward)
+
+
+def _failed(group: Group, error: ScoringError) -> Group:
+    text = f"{SCORING_FAILED}: {error}"
+    rollouts = tuple(msgspec.structs.replace(r, status=RolloutStatus.FAILED, error=text) for r in group.rollouts)
+    return msgspec.structs.replace(group, rollouts=rollouts)
