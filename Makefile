@@ -1,0 +1,64 @@
+# Everything a person types: `make quickstart`, `make test`. Each sets up .venv first; the second time that costs nothing.
+
+PYTHON ?= python3
+TEST_JOBS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := torch==2.13.0
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help venv quickstart smollm2 test lint format clean
+
+help:
+	@echo "make quickstart   train a tiny model on sorting digits (2 CPU cores, under 3 minutes)"
+	@echo "make smollm2      train SmolLM2-135M on arithmetic (2 CPU cores, about 8 minutes)"
+	@echo "make test         lint, then all tests"
+	@echo "make lint         ruff alone"
+	@echo "make venv         only set up $(VENV); PYTHON=python3.12 chooses another Python"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "slipstream needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || echo missing)." \
+	       "Name another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing into $(VENV) (the first time this takes a few minutes)"
+	@$(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(m.version("torch").split("+")[0] != "$(TORCH)".split("==")[1])' 2>/dev/null \
+	  || $(MAKE) --no-print-directory torch
+	@$(PIP) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Without an NVIDIA driver the CPU build is taken (a tenth of the size): from the indexes that pip already knows, else from
+# PyTorch's own; where neither has one (a Mac), PyPI's build is it.
+.PHONY: torch
+torch:
+	@if nvidia-smi -L >/dev/null 2>&1; then $(PIP) $(TORCH); \
+	elif [ "$$(uname -s)" != Linux ]; then $(PIP) $(TORCH); \
+	else $(PIP) '$(TORCH)+cpu' 2>/dev/null \
+	  || $(PIP) '$(TORCH)+cpu' --extra-index-url $(TORCH_CPU_INDEX) \
+	  || { echo "no CPU build of $(TORCH) found; taking PyPI's build" >&2; $(PIP) $(TORCH); }; fi
+
+quickstart: venv
+	@$(BIN)/slipstream train recipes/quickstart.toml
+
+smollm2: venv
+	@$(BIN)/slipstream train recipes/smollm2_arithmetic.toml
+
+lint: venv
+	@$(BIN)/ruff check src tests recipes
+	@$(BIN)/ruff format --check src tests recipes
+
+format: venv
+	@$(BIN)/ruff check --fix src tests recipes
+	@$(BIN)/ruff format src tests recipes
+
+# One thread per process: two workers on two cores do not fight, and float32 results do not depend on the machine's core count.
+test: lint
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal tests
+
+clean:
+	rm -rf $(VENV) .ruff_cache .hypothesis dist build
