@@ -103,4 +103,5 @@ class PagedLayout:
     write_slots: torch.Tensor  # int64[B * T], block * BLOCK_TOKENS + offset
     block_table: torch.Tensor  # int64[B * blocks], row after row; the unused tail points to the null block
     blocks: int  # per row; L = blocks * BLOCK_TOKENS
+    fresh: bool = False  # one row whose new tokens begin at position 0: its keys are the new ones, nothing is read from the pool
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # additive [B, 1, T, L] per window, made at first use

@@ -1,0 +1,106 @@
+"""The engine's working loop, where an engine has a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from slipstream.engines.embedded.engine import EmbeddedEngine
+from slipstream.protocols import ControllerAPI, WeightsOffer
+from slipstream.types import EngineReport, Frame
+
+TICK_DEADLINE_S = 300.0  # one prefill budget and one decode pass; a model that needs longer is hung
+
+
+class Page(Protocol):
+    """Where the loop writes what it is doing, for the supervisor."""
+
+    def working(self, phase: str, deadline_s: float) -> None: ...
+
+    def idle(self) -> None: ...
+
+
+class NullPage:
+    """A page that nobody reads."""
+
+    def working(self, phase: str, deadline_s: float) -> None:
+        pass
+
+    def idle(self) -> None:
+        pass
+
+
+async def run_engine(
+    engine: EmbeddedEngine,
+    controller: ControllerAPI,
+    load_weights: Callable[[WeightsOffer], str],
+    send_frame: Callable[[Frame], Awaitable[None]],
+    wake: asyncio.Event,
+    page: Page | None = None,
+) -> None:
+    """Tick for ever; ends by cancellation or with the first error.
+
+        controller.next_weights ──► one offer ──►┌────────────────────────┐
+                                                 │ adopt, between ticks   │──► controller.confirm_weights
+        requests (engine.submit, sets wake) ────►│ tick                   │──► send_frame
+                                                 └────────────────────────┘
+
+    consumes    offers, one at a time, and the requests that were submitted to `engine`
+    produces    one frame per tick, one report per adopted version
+    waits for   work when there is none: a new offer, or `wake`. It then owes nothing, so this wait alone has no deadline: a lost
+                controller raises PeerLost out of `next_weights`
+    unblocked   by `wake.set()` after submit, cancel and unpin, or by the offer
+
+    `load_weights` copies an offer's bytes into `engine.model` and gives the checksum of the engine's own copy.
+    """
+    page = page or NullPage()
+    offer = _next_offer(engine, controller)
+    try:
+        while True:
+            if offer.done():
+                page.working("adopt weights", TICK_DEADLINE_S)
+                await _adopt(engine, controller, load_weights, offer.result())
+                offer = _next_offer(engine, controller)
+            if engine.has_work():
+                page.working("tick", TICK_DEADLINE_S)
+                await send_frame(engine.tick())
+                await asyncio.sleep(0)  # let requests, cancellations and the offer in
+            else:
+                page.idle()
+                await _wait_for_work(offer, wake)
+    finally:
+        offer.cancel()
+        await asyncio.gather(offer, return_exceptions=True)
+
+
+def _next_offer(engine: EmbeddedEngine, controller: ControllerAPI) -> asyncio.Task[WeightsOffer]:
+    return asyncio.create_task(controller.next_weights(engine.engine_id, *engine.version), name="engine: next weights")
+
+
+async def _adopt(
+    engine: EmbeddedEngine, controller: ControllerAPI, load_weights: Callable[[WeightsOffer], str], offer: WeightsOffer
+) -> None:
+    """Copy, hash, report. The report says what the engine's own copy hashes to; the controller compares."""
+    began = time.perf_counter()
+    manifest = offer.manifest
+    checksum = load_weights(offer)
+    engine.set_version(manifest.incarnation, manifest.version, checksum)
+    report = EngineReport(
+        engine_id=engine.engine_id,
+        incarnation=manifest.incarnation,
+        version=manifest.version,
+        checksum=checksum,
+        sync_s=time.perf_counter() - began,
+    )
+    await controller.confirm_weights(offer.slot, report)
+
+
+async def _wait_for_work(offer: asyncio.Task[WeightsOffer], wake: asyncio.Event) -> None:
+    wake.clear()
+    woken = asyncio.create_task(wake.wait(), name="engine: wait for work")
+    try:
+        await asyncio.wait({offer, woken}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        woken.cancel()

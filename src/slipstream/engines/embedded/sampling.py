@@ -1,0 +1,111 @@
+"""From logits to tokens, without a generator: every draw is a pure function of who draws it.
+
+u = hash(seed, purpose, group, sample, attempt, token index) in [0, 1), then the inverse of the distribution function. So a token
+does not depend on its neighbours in the batch, on what was drawn before, or on how often a run was interrupted.
+
+Shapes: B = rows, V = vocabulary, C = chunks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from slipstream.types import Purpose, Sampling
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_CHUNK = 128  # tokens summed in float32 before the float64 running sum: 9x faster than a float64 sum over V
+_ROUNDING = 1e-6  # a logprob in (0, 1e-6] is rounding of log 1
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), elementwise on uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def stream_key(*parts: int) -> np.uint64:
+    """Hash of whole numbers (in order) into 64 bits: the key of one rollout's random stream.
+
+    >>> stream_key(1, 2) == stream_key(1, 2), stream_key(1, 2) == stream_key(2, 1)
+    (True, False)
+    """
+    state = np.zeros(1, dtype=np.uint64)
+    for part in parts:
+        state = _mix(state * _GAMMA + np.array([part & 0xFFFF_FFFF_FFFF_FFFF], dtype=np.uint64) + _GAMMA)
+    return state[0]
+
+
+def rollout_key(engine_seed: int, seed: int, purpose: Purpose, group_id: int, sample: int, attempt: int) -> np.uint64:
+    """Key of the stream that one attempt at one rollout draws from; `seed` is the request's own."""
+    return stream_key(engine_seed, seed, int(purpose is Purpose.EVAL), group_id, sample, attempt)
+
+
+def uniforms(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """float64[B] in [0, 1): draw number `index` int[B] of the streams `keys` uint64[B]; 53 bits each."""
+    bits = _mix(keys + (index.astype(np.uint64) + np.uint64(1)) * _GAMMA)
+    return (_mix(bits) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def choose(logits: torch.Tensor, u: np.ndarray, settings: list[Sampling]) -> tuple[np.ndarray, np.ndarray]:
+    """One token per row of `logits` [B, V] and its logprob: (int32[B], float32[B]).
+
+    The logprob is that under the distribution the token was sampled from: softmax of logits / temperature, cut to the kept
+    vocabulary and renormalised where top-k, top-p or min-p cut it. Temperature 0 takes the likeliest token and gives its logprob
+    under the untempered softmax. A row's result does not depend on other rows.
+    """
+    temperature = np.array([s.temperature for s in settings], dtype=np.float32)
+    greedy = temperature == 0.0
+    logits = logits.float()
+    if (temperature[~greedy] != 1.0).any():
+        divisor = torch.from_numpy(np.where(greedy, np.float32(1.0), temperature)).to(logits.device)
+        logits = logits / divisor[:, None]
+    logprobs = torch.log_softmax(logits, dim=-1)  # [B, V]
+    for row, s in enumerate(settings):
+        if s.truncates_vocabulary and not greedy[row]:
+            logprobs[row] = _truncate(logprobs[row], s)
+    tokens = _invert(logprobs, u) if not greedy.all() else np.zeros(len(settings), dtype=np.int64)
+    if greedy.any():
+        tokens = np.where(greedy, logprobs.argmax(dim=-1).cpu().numpy(), tokens)
+    chosen = logprobs.gather(1, torch.from_numpy(tokens).to(logprobs.device)[:, None])[:, 0].cpu().numpy()
+    chosen = np.where((chosen > 0) & (chosen <= _ROUNDING), np.float32(0.0), chosen)
+    return tokens.astype(np.int32), chosen
+
+
+def _invert(logprobs: torch.Tensor, u: np.ndarray) -> np.ndarray:
+    """int64[B]: the first token at which the running sum of probabilities exceeds u times their sum; never one of probability 0."""
+    rows, vocabulary = logprobs.shape
+    num_chunks = -(-vocabulary // _CHUNK)
+    probs = torch.zeros(rows, num_chunks * _CHUNK, dtype=torch.float32, device=logprobs.device)
+    torch.exp(logprobs, out=probs[:, :vocabulary])
+    probs = probs.view(rows, num_chunks, _CHUNK)
+    outer = probs.sum(-1).double().cumsum(-1)  # [B, C]
+    target = torch.from_numpy(u).to(outer.device)[:, None] * outer[:, -1:]
+    chunk = _first_above(outer, target)  # [B, 1]
+    below = torch.where(chunk > 0, outer.gather(1, (chunk - 1).clamp_min(0)), 0.0)
+    inner = probs.gather(1, chunk[:, :, None].expand(-1, -1, _CHUNK))[:, 0].double().cumsum(-1)  # [B, _CHUNK]
+    return (chunk * _CHUNK + _first_above(inner, (target - below).clamp_min(0.0)))[:, 0].cpu().numpy()
+
+
+def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """int64[B, 1]: first index whose running sum exceeds the target; where rounding leaves none, the last one that adds anything."""
+    found = torch.searchsorted(cumulative, target, right=True)
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous(), right=False)
+    return torch.minimum(found, last)
+
+
+def _truncate(logprobs: torch.Tensor, s: Sampling) -> torch.Tensor:
+    """float32[V] log-probabilities of the kept vocabulary, renormalised; -inf elsewhere. Cuts in the order top-k, top-p, min-p."""
+    ordered, order = logprobs.sort(descending=True, stable=True)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if s.top_k > 0:
+        keep[s.top_k :] = False
+    if s.top_p < 1.0:
+        kept = torch.where(keep, ordered, float("-inf")).softmax(-1).double()
+        keep &= kept.cumsum(-1) - kept < s.top_p  # the token that crosses top_p is kept
+    if s.min_p > 0.0:
+        keep &= ordered >= ordered[0] + float(np.log(s.min_p))
+    cut = torch.full_like(logprobs, float("-inf"))
+    cut[order[keep]] = ordered[keep]
+    return torch.log_softmax(cut, dim=-1)

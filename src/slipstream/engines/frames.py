@@ -1,0 +1,60 @@
+"""From frames to generations: who awaits which handle. Used by the in-process client and by the one over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+
+from slipstream.protocols import Generation
+from slipstream.types import Frame, StopReason
+
+
+class FrameRouter:
+    """Takes an engine's frames apart and fills each request's `Generation`.
+
+    A handle is opened before the frame that first names it is fed; frames' entries for handles that are not open (cancelled ones)
+    are dropped. `open` gives a future that resolves when the generation ends, or raises what `fail` was given.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[Generation, asyncio.Future[None]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, handle: int, into: Generation) -> asyncio.Future[None]:
+        """Expect tokens for `handle`. ValueError if somebody awaits it already."""
+        if handle in self._open:
+            raise ValueError(f"request {handle} is awaited already: the same (group, sample, attempt, turn) was asked for twice")
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._open[handle] = (into, future)
+        return future
+
+    def close(self, handle: int) -> None:
+        """Nobody awaits `handle` any more."""
+        self._open.pop(handle, None)
+
+    def feed(self, frame: Frame) -> None:
+        """Hand out one tick's tokens, then resolve the generations that ended."""
+        for handle, incarnation, version in frame.prefilled:
+            entry = self._open.get(handle)
+            if entry is not None:
+                entry[0].prefill_version = (incarnation, version)
+        rows = zip(frame.handles.tolist(), frame.token_ids.tolist(), frame.logprobs.tolist(), strict=True)
+        for handle, token, logprob in rows:
+            entry = self._open.get(handle)
+            if entry is not None:
+                entry[0].append(token, logprob, frame.incarnation, frame.version, frame.engine_id)
+        for handle, reason in frame.finished:
+            self._finish(handle, reason)
+
+    def fail(self, error: BaseException) -> None:
+        """The engine has ended: everybody who awaits it gets this error."""
+        for _, future in self._open.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def _finish(self, handle: int, reason: StopReason) -> None:
+        entry = self._open.get(handle)
+        if entry is not None and not entry[1].done():
+            entry[0].stop_reason = StopReason(reason)
+            entry[1].set_result(None)

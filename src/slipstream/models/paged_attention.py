@@ -1,0 +1,132 @@
+"""Attention over a paged pool of keys and values: the engine's body of the shared attention function.
+
+Sequences hold their keys and values in blocks of BLOCK_TOKENS positions; a block may belong to several sequences (a group's
+prompt). A pass writes the new tokens' keys and values, then gathers each row's blocks into [B, L, K, D] and calls SDPA with a mask
+over the tail. L is a multiple of BLOCK_TOKENS and a decode pass has at least 4 rows: with one thread this makes a row's result
+independent of its neighbours on the CPUs measured (the probe checks it, see `probe.py`).
+
+Shapes: B = rows, T = new tokens per row, L = keys per row, H = heads, K = key/value heads, D = head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from slipstream.errors import ModelError
+from slipstream.models.layout import PagedLayout
+
+BLOCK_TOKENS = 16
+
+
+class KVPool:
+    """Keys and values of every layer, [num_blocks, BLOCK_TOKENS, K, D] each. Block 0 is the null block: padding reads and writes it.
+
+    A layer's tensors are made when it first writes, in the shape it writes, so the pool needs to know nothing of the model. They
+    start as zeros: pages of them that no sequence has used cost no memory on the CPU.
+    """
+
+    def __init__(self, num_blocks: int):
+        self.num_blocks = num_blocks
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors made so far."""
+        return sum(t.numel() * t.element_size() for pair in self._layers.values() for t in pair)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store key and value [B, K, T, D] at `slots` int64[B * T] (block * BLOCK_TOKENS + offset)."""
+        pair = self._layers.get(layer)
+        if pair is None:
+            pair = self._layers[layer] = (self._make(key), self._make(value))
+        for store, new in zip(pair, (key, value), strict=True):
+            store.view(-1, *store.shape[2:]).index_copy_(0, slots, new.transpose(1, 2).reshape(-1, *store.shape[2:]))
+
+    def read(self, layer: int, block_table: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, K, L, D] (views of [B, L, K, D]) of the blocks int64[B * blocks]."""
+        key, value = (s.index_select(0, block_table).view(rows, -1, *s.shape[2:]).transpose(1, 2) for s in self._layers[layer])
+        return key, value
+
+    def copy_block(self, source: int, target: int) -> None:
+        for pair in self._layers.values():
+            for store in pair:
+                store[target] = store[source]
+
+    def _make(self, like: torch.Tensor) -> torch.Tensor:
+        _, heads, _, width = like.shape
+        return torch.zeros(self.num_blocks, BLOCK_TOKENS, heads, width, dtype=like.dtype, device=like.device)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [B, H, T, D]
+    key: torch.Tensor,  # [B, K, T, D]
+    value: torch.Tensor,  # [B, K, T, D]
+    layout: PagedLayout,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [H]
+) -> torch.Tensor:
+    """Write the new keys and values into the layout's pool, attend, and give [B, T, H, D]."""
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise ModelError(f"{type(module).__name__} has no layer_idx, so its keys and values have no place in the pool")
+    rows, heads, new_tokens, _ = query.shape
+    layout.pool.write(layer, key, value, layout.write_slots)
+    plain = softcap is None and sinks is None
+    if layout.fresh and plain and (sliding_window is None or new_tokens <= sliding_window):
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2)
+    if not layout.fresh:
+        key, value = layout.pool.read(layer, layout.block_table, rows)
+    mask = _mask(layout, sliding_window, key.shape[2], query.dtype)
+    if not plain:
+        return _eager(query, key, value, mask, scaling, softcap, sinks).transpose(1, 2)
+    if new_tokens == 1:  # the heads of one key head become its queries: no key is read twice
+        folded = query.view(rows, key.shape[1], -1, query.shape[-1])
+        out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+        return out.reshape(rows, 1, heads, -1)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True).transpose(1, 2)
+
+
+def _mask(layout: PagedLayout, window: int | None, num_keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """Additive [B, 1, T, L]: a query sees the keys up to its own position, and with a window only the last `window` of them."""
+    mask = layout.masks.get(window)
+    if mask is None:
+        at = layout.positions[:, None, :, None]
+        keys = torch.arange(num_keys, device=at.device)
+        seen = keys <= at
+        if window is not None:
+            seen &= keys > at - window
+        mask = torch.zeros(seen.shape, dtype=dtype, device=at.device).masked_fill_(~seen, float("-inf"))
+        layout.masks[window] = mask
+    return mask
+
+
+def _eager(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """[B, H, T, D] in plain operations, for what SDPA does not know: soft-capped scores and sinks (a logit that takes weight only)."""
+    rows, heads, new_tokens, width = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.view(rows, kv_heads, heads // kv_heads, new_tokens, width)
+    scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2)) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + mask.unsqueeze(2)
+    if sinks is not None:
+        column = sinks.view(1, kv_heads, -1, 1, 1).expand(rows, -1, -1, new_tokens, 1).to(scores.dtype)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    return torch.matmul(weights, value.unsqueeze(2)).view(rows, heads, new_tokens, -1)
