@@ -1,0 +1,221 @@
+"""What can happen in a run, as facts: the ledger's log is a sequence of these, and the run's state is their fold (`state.apply`).
+
+Events carry numbers and causes, no tokens: those lie in the ledger's data tables, committed in the same transaction. Every event has a
+sequence number, the incarnation that wrote it and one wall-clock stamp for people; these are columns, not fields.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of all events."""
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Where the draws stood when a checkpoint was taken: what a rewind returns to and what a prune may delete."""
+
+    step: int  # batches finished
+    ledger_seq: int  # the last event that the checkpoint contains
+    next_draw: int
+    position: int
+    redraw: tuple[int, ...] = ()
+    watermark: int = 0  # every group below it is final and in no batch from `step` on: the checkpoint covers it
+
+
+class RunStarted(Event, tag="run_started", kw_only=True):
+    """A controller opened the run folder: a new incarnation."""
+
+    run_id: str
+    incarnation: int
+    kind: str  # fresh | resume | deterministic_resume | rewind
+    from_step: int = 0
+    from_seq: int = 0  # of the checkpoint; a deterministic resume supersedes every event after it
+    point: Point | None = None  # None: no checkpoint, from the initial model
+    max_staleness: int
+    groups_per_step: int
+    window: int
+    group_size: int
+    seed: int
+    data_fingerprint: str
+    settings_hash: str = ""
+    code_version: str = ""
+    numerics: dict[str, str] = {}
+
+
+class SettingsChanged(Event, tag="settings_changed", kw_only=True):
+    """Settings that changed while the run went on; key -> new value."""
+
+    changes: dict[str, Any]
+    reason: str = ""
+
+
+class Admitted(Event, tag="admitted", kw_only=True):
+    """A prompt was drawn and its group took a slot. The draw is a recorded fact."""
+
+    group_id: int  # = number of the draw
+    row: int
+    epoch: int
+    position: int
+    min_version: int  # its permit
+    bound: int  # worst staleness derived when it was admitted; checked at consumption
+    purpose: str = "train"
+    origin: str = "pulled"
+
+
+class PrefixesRecorded(Event, tag="prefixes_recorded", kw_only=True):
+    """Sampled tokens of running rollouts: (group_id, sample, attempt, start, tokens) per chunk."""
+
+    chunks: tuple[tuple[int, int, int, int, int], ...]
+
+
+class GroupFinished(Event, tag="group_finished", kw_only=True):
+    """All rollouts finished and scored; the group waits in the buffer."""
+
+    group_id: int
+    attempt: int
+    rewards: tuple[float, ...]
+    oldest_version: int
+    newest_version: int
+    num_tokens: int  # sampled
+
+
+class AttemptFailed(Event, tag="attempt_failed", kw_only=True):
+    """A rollout of the group failed; the group is tried again in its place, its tokens are discarded."""
+
+    group_id: int
+    attempt: int
+    cause: str
+    num_tokens: int = 0
+
+
+class Filtered(Event, tag="filtered", kw_only=True):
+    group_id: int
+    attempt: int
+    reason: str  # "zero variance"
+    rewards: tuple[float, ...] = ()
+    num_tokens: int = 0
+
+
+class Dropped(Event, tag="dropped", kw_only=True):
+    group_id: int
+    attempt: int
+    reason: str  # kind: "failed", "bad data"; rewound groups have no event of their own, the RunStarted of the rewind drops them
+    cause: str = ""
+    num_tokens: int = 0
+
+
+class BatchRecorded(Event, tag="batch_recorded", kw_only=True):
+    """Batch `step` and its groups, in pull order. Recorded before the trainer gets it."""
+
+    step: int
+    group_ids: tuple[int, ...]
+    num_loss_tokens: int
+    num_samples: int  # rollouts with at least one unmasked token
+    num_several_versions: int  # of those, sampled by more than one version
+    staleness: tuple[tuple[int, int], ...]  # (staleness, unmasked tokens), sorted
+    num_masked_tokens: int = 0  # masked because they were stale
+    policy: str = "main"
+
+
+class StepFinished(Event, tag="step_finished", kw_only=True):
+    """The trainer finished batch `step`. The durations are deltas since the step before, so that totals are sums over events."""
+
+    step: int
+    version: int  # step + 1, also of a skipped update
+    checksum: str
+    skipped: str | None = None
+    step_s: float = 0.0
+    active_s: float = 0.0  # since the first admission or the last step
+    rollout_idle_s: float = 0.0  # integral of the share of engine slots left free behind the closed gate
+    trainer_active_s: float = 0.0  # since the first batch arrived or the last step
+    trainer_wait_s: float = 0.0  # of that, waiting for a batch
+
+
+class VersionPublished(Event, tag="version_published", kw_only=True):
+    version: int
+    checksum: str
+    policy: str = "main"
+
+
+class EngineAdded(Event, tag="engine_added", kw_only=True):
+    """The engine is in service and holds no weights of this incarnation yet. Also recorded when it comes back."""
+
+    engine_id: str
+
+
+class EngineRemoved(Event, tag="engine_removed", kw_only=True):
+    engine_id: str
+    reason: str = ""
+
+
+class EngineConfirmed(Event, tag="engine_confirmed", kw_only=True):
+    """The engine hashed its own copy: it holds these bytes."""
+
+    engine_id: str
+    version: int
+    checksum: str
+    sync_s: float = 0.0
+
+
+class CheckpointCommitted(Event, tag="checkpoint_committed", kw_only=True):
+    """The folder was renamed before this was written: the rename is the commit point, this is an index."""
+
+    point: Point
+    weights_checksum: str = ""
+    kept: tuple[int, ...]  # steps of the checkpoints kept, this one included
+
+
+class EvaluationOrdered(Event, tag="evaluation_ordered", kw_only=True):
+    number: int
+    due: int
+
+
+class EvaluationFinished(Event, tag="evaluation_finished", kw_only=True):
+    number: int
+    due: int
+    incarnation: int  # (incarnation, version, checksum): the weights that were evaluated
+    version: int
+    checksum: str
+    reward: float | None
+    num_failed: int = 0
+    duration_s: float = 0.0
+    engine_s: float = 0.0
+
+
+class EvaluationSkipped(Event, tag="evaluation_skipped", kw_only=True):
+    due: int
+    reason: str = ""
+
+
+class StopRequested(Event, tag="stop_requested", kw_only=True):
+    reason: str = ""
+
+
+AnyEvent = (
+    RunStarted
+    | SettingsChanged
+    | Admitted
+    | PrefixesRecorded
+    | GroupFinished
+    | AttemptFailed
+    | Filtered
+    | Dropped
+    | BatchRecorded
+    | StepFinished
+    | VersionPublished
+    | EngineAdded
+    | EngineRemoved
+    | EngineConfirmed
+    | CheckpointCommitted
+    | EvaluationOrdered
+    | EvaluationFinished
+    | EvaluationSkipped
+    | StopRequested
+)
+
+encode_event = msgspec.msgpack.Encoder().encode
+decode_event = msgspec.msgpack.Decoder(AnyEvent).decode

@@ -1,0 +1,567 @@
+"""The run's state as a fold over the ledger's events: the one place where the rules of accounting live.
+
+`apply(state, event)` is the reducer. By contract it is pure: it takes ownership of the state it is given and returns the next one, which
+may be the same object changed in place (so that an event costs no copy); a caller who needs the old state copies it first. An event that
+is not legal raises `LedgerError` and leaves the state as it was.
+
+A group is in exactly one place:
+
+    admitted ──► RUNNING ──► FINISHED ──► BATCHED ──► TRAINED          counted when its step has finished
+                  │ ▲  │         │
+                  └─┘  └────────►└──► FILTERED, DROPPED(reason)        (failed attempt: RUNNING again, same place)
+
+Memory holds the groups that are in flight and the batches that a kept checkpoint may still need; what is final is a counter. A group
+keeps the slot it took until it is filtered or dropped, or until every engine in service has confirmed a version that contains its batch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from slipstream.controller import admission
+from slipstream.controller import events as ev
+from slipstream.errors import LedgerError
+from slipstream.types import GroupStatus
+
+MAX_CAUSES = 50  # distinct failure causes counted apart; the rest is "other"
+REWOUND = "rewound"
+
+
+@dataclass(slots=True)
+class LiveGroup:
+    """A group that is running or finished and not yet pulled."""
+
+    group_id: int
+    row: int
+    epoch: int
+    position: int
+    bound: int  # worst staleness derived at admission
+    min_version: int
+    status: GroupStatus = GroupStatus.RUNNING
+    attempt: int = 0
+    num_tokens: int = 0  # sampled in the finished attempt
+    prefix_tokens: dict[int, int] = field(default_factory=dict)  # sample -> recorded tokens of this attempt
+
+
+@dataclass(slots=True, frozen=True)
+class Member:
+    """A group of a recorded batch."""
+
+    group_id: int
+    attempt: int
+    row: int
+    epoch: int
+    position: int
+    bound: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class RecordedBatch:
+    members: tuple[Member, ...]
+    record: ev.BatchRecorded
+    skipped: bool = False  # of a finished one: its update was not applied
+
+
+@dataclass(slots=True)
+class Evaluations:
+    """Which evaluations were due and what became of them."""
+
+    num_ordered: int = 0
+    num_skipped: int = 0
+    running: ev.EvaluationOrdered | None = None
+    handled: dict[int, int] = field(default_factory=dict)  # due version -> version evaluated, -1 skipped
+    results: list[ev.EvaluationFinished] = field(default_factory=list)  # of surviving versions, oldest first
+    engine_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the surviving events. Work that a resume threw away is not in the trained ones, its time is."""
+
+    trained_groups: int = 0
+    trained_samples: int = 0
+    trained_tokens: int = 0
+    several_versions: int = 0  # trained samples with more than one version
+    masked_tokens: int = 0
+    skipped_steps: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)  # staleness -> trained tokens
+    filtered: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)  # reason -> groups
+    failures: Counter[str] = field(default_factory=Counter)  # short cause -> failed attempts
+    generated_tokens: int = 0
+    wasted_tokens: Counter[str] = field(default_factory=Counter)  # cause -> tokens
+    active_s: float = 0.0
+    rollout_idle_s: float = 0.0
+    trainer_active_s: float = 0.0
+    trainer_wait_s: float = 0.0
+
+
+@dataclass(slots=True)
+class RunState:
+    run_id: str = ""
+    incarnation: int = 0
+    max_staleness: int = 0  # S
+    groups_per_step: int = 1  # P
+    window: int = 1  # W
+    group_size: int = 1  # G
+
+    next_draw: int = 0  # = the next group id
+    position: int = 0  # of the next draw in the seeded order, when nothing is to be drawn again
+    redraw: deque[int] = field(default_factory=deque)  # positions of rewound groups, drawn first
+
+    step: int = 0  # T: batches finished
+    next_batch: int = 0  # batches recorded
+    live: dict[int, LiveGroup] = field(default_factory=dict)  # unpulled, in order of group id
+    order: list[int] = field(default_factory=list)  # ids of `live`, ascending: the places of what is unpulled
+    places: list[int] = field(default_factory=list)  # ids from the oldest unpulled group on, pulled ones included
+    passed: set[int] = field(default_factory=set)  # pulled groups among `places`
+    batches: dict[int, RecordedBatch] = field(default_factory=dict)  # from the oldest kept checkpoint on
+    unconfirmed: deque[tuple[int, int]] = field(default_factory=deque)  # (version, groups) trained, still holding slots
+
+    published: dict[int, str] = field(default_factory=dict)  # version -> checksum, of this incarnation
+    newest_version: dict[int, int] = field(default_factory=dict)  # incarnation -> newest version it ever published
+    engines: dict[str, int] = field(default_factory=dict)  # in service -> version confirmed in this incarnation, -1 none
+    checkpoints: list[ev.Point] = field(default_factory=list)  # kept, oldest first
+    evaluations: Evaluations = field(default_factory=Evaluations)
+    totals: Totals = field(default_factory=Totals)
+
+    stop_reason: str | None = None
+    skipped_in_a_row: int = 0
+    barren_in_a_row: int = 0  # groups that ended filtered or failed since the last one that finished, in this incarnation
+    first_barren_cause: str = ""
+    productive: bool = False  # some group has finished or was filtered in this incarnation
+
+    # -- derived
+
+    @property
+    def pulled(self) -> int:
+        """Groups in recorded batches that are not finished."""
+        return sum(len(self.batches[s].members) for s in range(self.step, self.next_batch))
+
+    @property
+    def slots_taken(self) -> int:
+        return admission.slots_taken(len(self.live), self.pulled, sum(count for _, count in self.unconfirmed))
+
+    @property
+    def confirmed(self) -> int:
+        """The version that every engine in service holds at least; -1 while there is none."""
+        return min(self.engines.values(), default=-1)
+
+    @property
+    def num_finished(self) -> int:
+        """Finished groups in the buffer."""
+        return sum(g.status is GroupStatus.FINISHED for g in self.live.values())
+
+    def ahead(self, group_id: int) -> int:
+        """a: groups that may still train before this one."""
+        return self.pulled + bisect_left(self.order, group_id)
+
+    def permit(self, group_id: int) -> int:
+        return admission.permit(self.step, self.ahead(group_id), self.max_staleness, self.groups_per_step)
+
+    def next_pull(self) -> list[int] | None:
+        """The groups of the next batch, or None while it is not complete."""
+        finished = GroupStatus.FINISHED
+        return admission.pull(
+            self.places, self.passed.__contains__, lambda g: self.live[g].status is finished, self.window, self.groups_per_step
+        )
+
+    def watermark(self) -> int:
+        """Every group below is final and in no batch from `step` on."""
+        ids = [m.group_id for s in range(self.step, self.next_batch) for m in self.batches[s].members]
+        return min([self.next_draw, *self.order[:1], *ids])
+
+    def point(self, ledger_seq: int) -> ev.Point:
+        """Where the draws stand now, for a checkpoint."""
+        return ev.Point(
+            step=self.step,
+            ledger_seq=ledger_seq,
+            next_draw=self.next_draw,
+            position=self.position,
+            redraw=tuple(self.redraw),
+            watermark=self.watermark(),
+        )
+
+    def running_group(self, group_id: int) -> LiveGroup:
+        group = self.live.get(group_id)
+        if group is None or group.status is not GroupStatus.RUNNING:
+            raise LedgerError(f"group {group_id} is not running: {self.where(group_id)}")
+        return group
+
+    def where(self, group_id: int) -> str:
+        """Where this group is, in words for an error."""
+        if group_id >= self.next_draw or group_id < 0:
+            return "it was never drawn"
+        if group_id in self.live:
+            return f"it is {self.live[group_id].status} (attempt {self.live[group_id].attempt})"
+        for step, batch in self.batches.items():
+            if any(m.group_id == group_id for m in batch.members):
+                return f"it is in batch {step}"
+        return "it is final"
+
+
+def fold(events: Iterable[ev.Event], state: RunState | None = None) -> RunState:
+    """The state after these events."""
+    state = RunState() if state is None else state
+    for event in events:
+        state = apply(state, event)
+    return state
+
+
+def apply(state: RunState, event: ev.Event) -> RunState:
+    """The state after this event; raises LedgerError, without effect, for one that is not legal here."""
+    if (state.incarnation == 0) != (type(event) is ev.RunStarted and event.kind == "fresh"):
+        raise LedgerError(f"{type(event).__name__} in a ledger that {'has not started' if state.incarnation == 0 else 'has started'}")
+    _HANDLERS[type(event)](state, event)
+    return state
+
+
+def short_cause(cause: str) -> str:
+    """What failures are counted under: the cause up to its first colon or line end."""
+    return cause.splitlines()[0].split(":")[0].strip()[:60] if cause.strip() else "unknown"
+
+
+def _refuse_unless(condition: bool, text: str) -> None:
+    if not condition:
+        raise LedgerError(text)
+
+
+# ---- starts ------------------------------------------------------------------------------------------------------------------
+
+
+def _run_started(state: RunState, event: ev.RunStarted) -> None:
+    if event.kind == "fresh":
+        state.run_id, state.group_size = event.run_id, event.group_size
+        state.groups_per_step = event.groups_per_step
+    else:
+        _check_restart(state, event)
+        _go_back(state, event.from_step, event.point)
+        if event.kind == "rewind":
+            _rewind(state, event)
+    state.incarnation = event.incarnation
+    state.max_staleness, state.window = event.max_staleness, event.window
+    state.published.clear()
+    state.engines.clear()
+    state.unconfirmed.clear()  # every engine of this incarnation starts at from_step or later
+    state.stop_reason = None
+    state.skipped_in_a_row = state.barren_in_a_row = 0
+    state.first_barren_cause, state.productive = "", False
+
+
+def _check_restart(state: RunState, event: ev.RunStarted) -> None:
+    _refuse_unless(event.run_id == state.run_id, f"run {event.run_id} cannot start in the ledger of run {state.run_id}")
+    _refuse_unless(event.incarnation > state.incarnation, f"incarnation {event.incarnation} after incarnation {state.incarnation}")
+    _refuse_unless(
+        event.groups_per_step == state.groups_per_step,
+        f"groups_per_step was {state.groups_per_step} and is now {event.groups_per_step}: it is constant in a run",
+    )
+    missing = [s for s in range(event.from_step, state.step) if s not in state.batches]
+    _refuse_unless(
+        event.from_step <= state.step and not missing,
+        f"the run cannot go on from step {event.from_step}: {state.step} steps are recorded"
+        + (f" and the groups of batch {missing[0]} are gone" if missing else ""),
+    )
+
+
+def _go_back(state: RunState, step: int, point: ev.Point | None) -> None:
+    """The checkpoint at `step` is what survived: batches from there on are to be trained again, in recorded order."""
+    for later in range(step, state.step):
+        _count_trained(state.totals, state.batches[later], -1)
+    state.step = step
+    state.checkpoints = [p for p in state.checkpoints if p.step < step] + ([point] if point else [])
+    evaluations = state.evaluations
+    evaluations.running = None
+    evaluations.results = [r for r in evaluations.results if r.version <= step]
+    evaluations.handled = {due: version for due, version in evaluations.handled.items() if due <= step and version <= step}
+
+
+def _rewind(state: RunState, event: ev.RunStarted) -> None:
+    """What was admitted after the checkpoint, and what it had not trained, is dropped; its prompts are drawn again."""
+    point = event.point or ev.Point(step=0, ledger_seq=0, next_draw=0, position=0)
+    batched = [m for s in range(event.from_step, state.next_batch) for m in state.batches[s].members]
+    gone = sorted([*batched, *state.live.values()], key=lambda g: g.group_id)
+    for group in gone:
+        state.totals.dropped[REWOUND] += 1
+        state.totals.wasted_tokens[REWOUND] += group.num_tokens
+    for step in range(event.from_step, state.next_batch):
+        del state.batches[step]
+    state.next_batch = event.from_step
+    state.live.clear()
+    state.order.clear()
+    state.places.clear()
+    state.passed.clear()
+    state.position = point.position
+    state.redraw = deque([*point.redraw, *(g.position for g in gone if g.group_id < point.next_draw)])
+
+
+def _settings_changed(state: RunState, event: ev.SettingsChanged) -> None:
+    state.max_staleness = int(event.changes.get("buffer.max_staleness", state.max_staleness))
+    state.window = int(event.changes.get("buffer.window", state.window))
+
+
+def _stop_requested(state: RunState, event: ev.StopRequested) -> None:
+    state.stop_reason = event.reason or "asked to stop"
+
+
+# ---- groups ------------------------------------------------------------------------------------------------------------------
+
+
+def _admitted(state: RunState, event: ev.Admitted) -> None:
+    _refuse_unless(event.group_id == state.next_draw, f"draw {event.group_id} after draw {state.next_draw - 1}")
+    due = state.redraw[0] if state.redraw else state.position
+    _refuse_unless(event.position == due, f"draw {event.group_id} is of position {event.position}, position {due} is next")
+    if state.redraw:
+        state.redraw.popleft()
+    else:
+        state.position += 1
+    state.next_draw += 1
+    state.live[event.group_id] = LiveGroup(
+        event.group_id, event.row, event.epoch, event.position, bound=event.bound, min_version=event.min_version
+    )
+    state.order.append(event.group_id)
+    state.places.append(event.group_id)
+
+
+def _prefixes_recorded(state: RunState, event: ev.PrefixesRecorded) -> None:
+    lengths: dict[tuple[int, int], int] = {}
+    for group_id, sample, attempt, start, num_tokens in event.chunks:
+        group = state.running_group(group_id)
+        _refuse_unless(attempt == group.attempt, f"prefix of attempt {attempt} of group {group_id}, which is at attempt {group.attempt}")
+        length = lengths.get((group_id, sample), group.prefix_tokens.get(sample, 0))
+        _refuse_unless(
+            start == length, f"prefix of group {group_id} sample {sample} starts at token {start}, but {length} tokens are recorded"
+        )
+        lengths[group_id, sample] = start + num_tokens
+    for (group_id, sample), length in lengths.items():
+        state.live[group_id].prefix_tokens[sample] = length
+
+
+def _group_finished(state: RunState, event: ev.GroupFinished) -> None:
+    group = _current_attempt(state, event.group_id, event.attempt)
+    group.status, group.num_tokens = GroupStatus.FINISHED, event.num_tokens
+    group.prefix_tokens.clear()
+    state.totals.generated_tokens += event.num_tokens
+    state.barren_in_a_row, state.first_barren_cause, state.productive = 0, "", True
+
+
+def _attempt_failed(state: RunState, event: ev.AttemptFailed) -> None:
+    group = _current_attempt(state, event.group_id, event.attempt)
+    group.attempt += 1
+    group.prefix_tokens.clear()
+    _count_failure(state, event.cause)
+    _count_waste(state, "failed", event.num_tokens)
+
+
+def _filtered(state: RunState, event: ev.Filtered) -> None:
+    _current_attempt(state, event.group_id, event.attempt)
+    _leave(state, event.group_id)
+    state.totals.filtered += 1
+    _count_waste(state, "filtered", event.num_tokens)
+    state.productive = True
+    _count_barren(state, f"group {event.group_id} was filtered: {event.reason}")
+
+
+def _dropped(state: RunState, event: ev.Dropped) -> None:
+    _current_attempt(state, event.group_id, event.attempt)
+    _leave(state, event.group_id)
+    state.totals.dropped[event.reason] += 1
+    _count_failure(state, event.cause)
+    _count_waste(state, event.reason, event.num_tokens)
+    _count_barren(state, f"group {event.group_id} {event.reason}: {event.cause}")
+
+
+def _current_attempt(state: RunState, group_id: int, attempt: int) -> LiveGroup:
+    group = state.running_group(group_id)
+    _refuse_unless(attempt == group.attempt, f"attempt {attempt} of group {group_id}, which is at attempt {group.attempt}")
+    return group
+
+
+def _leave(state: RunState, group_id: int) -> None:
+    """A filtered or dropped group gives up its place and its slot."""
+    del state.live[group_id]
+    del state.order[bisect_left(state.order, group_id)]
+    del state.places[bisect_left(state.places, group_id)]
+    _move_anchor(state)
+
+
+def _move_anchor(state: RunState) -> None:
+    """`places` begins with an unpulled group."""
+    start = next((i for i, g in enumerate(state.places) if g not in state.passed), len(state.places))
+    state.passed.difference_update(state.places[:start])
+    del state.places[:start]
+
+
+def _count_failure(state: RunState, cause: str) -> None:
+    failures, key = state.totals.failures, short_cause(cause)
+    failures[key if key in failures or len(failures) < MAX_CAUSES else "other"] += 1
+
+
+def _count_waste(state: RunState, cause: str, num_tokens: int) -> None:
+    state.totals.generated_tokens += num_tokens
+    state.totals.wasted_tokens[cause] += num_tokens
+
+
+def _count_barren(state: RunState, cause: str) -> None:
+    state.barren_in_a_row += 1
+    state.first_barren_cause = state.first_barren_cause or cause
+
+
+# ---- batches and versions ----------------------------------------------------------------------------------------------------
+
+
+def _batch_recorded(state: RunState, event: ev.BatchRecorded) -> None:
+    _refuse_unless(event.step == state.next_batch, f"batch {event.step} after batch {state.next_batch - 1}")
+    _refuse_unless(len(set(event.group_ids)) == len(event.group_ids) > 0, f"batch {event.step} holds a group twice, or none")
+    for group_id in event.group_ids:
+        group = state.live.get(group_id)
+        if group is None or group.status is not GroupStatus.FINISHED:
+            raise LedgerError(f"group {group_id} cannot go into batch {event.step}: {state.where(group_id)}")
+    members = []
+    for group_id in event.group_ids:
+        g = state.live.pop(group_id)
+        members.append(Member(g.group_id, g.attempt, g.row, g.epoch, g.position, g.bound, g.num_tokens))
+        del state.order[bisect_left(state.order, group_id)]
+        state.passed.add(group_id)
+    state.batches[event.step] = RecordedBatch(tuple(members), event)
+    state.next_batch += 1
+    _move_anchor(state)
+
+
+def _step_finished(state: RunState, event: ev.StepFinished) -> None:
+    _refuse_unless(event.step == state.step, f"step {event.step} finished, but step {state.step} is next")
+    _refuse_unless(event.step < state.next_batch, f"step {event.step} finished, but its batch is not recorded")
+    _refuse_unless(event.version == event.step + 1, f"step {event.step} made version {event.version}, not {event.step + 1}")
+    _refuse_unless(
+        state.published.get(event.version) == event.checksum,
+        f"step {event.step} reports weights {event.checksum}; version {event.version} was published as "
+        f"{state.published.get(event.version)}",
+    )
+    batch = state.batches[event.step]
+    batch.skipped = event.skipped is not None
+    _count_trained(state.totals, batch, +1)
+    state.step += 1
+    state.skipped_in_a_row = state.skipped_in_a_row + 1 if batch.skipped else 0
+    state.unconfirmed.append((event.version, len(batch.members)))
+    totals = state.totals
+    totals.active_s += event.active_s
+    totals.rollout_idle_s += event.rollout_idle_s
+    totals.trainer_active_s += event.trainer_active_s
+    totals.trainer_wait_s += event.trainer_wait_s
+    _release(state)
+
+
+def _count_trained(totals: Totals, batch: RecordedBatch, sign: int) -> None:
+    """Add a finished batch to the totals, or take it out again. A skipped update trained nothing, but its groups are spent."""
+    totals.trained_groups += sign * len(batch.members)
+    if batch.skipped:
+        totals.skipped_steps += sign
+        return
+    record = batch.record
+    totals.trained_samples += sign * record.num_samples
+    totals.trained_tokens += sign * record.num_loss_tokens
+    totals.several_versions += sign * record.num_several_versions
+    totals.masked_tokens += sign * record.num_masked_tokens
+    for staleness, tokens in record.staleness:
+        totals.staleness[staleness] += sign * tokens
+
+
+def _version_published(state: RunState, event: ev.VersionPublished) -> None:
+    newest = max(state.published, default=None)
+    due = state.step if newest is None else newest + 1
+    _refuse_unless(event.version == due, f"version {event.version} was published, version {due} is next")
+    _refuse_unless(
+        newest is None or event.version == state.step + 1,
+        f"version {event.version} was published, but only {state.step} steps are finished",
+    )
+    state.published[event.version] = event.checksum
+    state.newest_version[state.incarnation] = event.version
+
+
+def _engine_added(state: RunState, event: ev.EngineAdded) -> None:
+    state.engines[event.engine_id] = -1
+
+
+def _engine_removed(state: RunState, event: ev.EngineRemoved) -> None:
+    _refuse_unless(event.engine_id in state.engines, f"engine {event.engine_id} is not in service")
+    del state.engines[event.engine_id]
+    _release(state)
+
+
+def _engine_confirmed(state: RunState, event: ev.EngineConfirmed) -> None:
+    _refuse_unless(event.engine_id in state.engines, f"engine {event.engine_id} is not in service")
+    _refuse_unless(
+        state.published.get(event.version) == event.checksum,
+        f"engine {event.engine_id} holds {event.checksum} as version {event.version}, published was {state.published.get(event.version)}",
+    )
+    state.engines[event.engine_id] = event.version
+    _release(state)
+
+
+def _release(state: RunState) -> None:
+    """Give back the slots of batches that every engine in service has, and forget versions that no engine can report any more."""
+    while state.unconfirmed and state.unconfirmed[0][0] <= state.confirmed:
+        state.unconfirmed.popleft()
+    for version in [v for v in state.published if v < min(state.confirmed, state.step)]:
+        del state.published[version]
+
+
+# ---- checkpoints and evaluations ---------------------------------------------------------------------------------------------
+
+
+def _checkpoint_committed(state: RunState, event: ev.CheckpointCommitted) -> None:
+    _refuse_unless(event.point.step == state.step, f"a checkpoint of step {event.point.step} while {state.step} steps are finished")
+    state.checkpoints = [p for p in state.checkpoints if p.step in event.kept and p.step != event.point.step] + [event.point]
+    oldest = state.checkpoints[0].step
+    for step in [s for s in state.batches if s < oldest]:
+        del state.batches[step]
+
+
+def _evaluation_ordered(state: RunState, event: ev.EvaluationOrdered) -> None:
+    evaluations = state.evaluations
+    _refuse_unless(evaluations.running is None, f"evaluation {event.number} ordered while another runs")
+    _refuse_unless(event.number == evaluations.num_ordered, f"evaluation {event.number} after {evaluations.num_ordered} ordered")
+    _refuse_unless(event.due not in evaluations.handled, f"the evaluation due at version {event.due} was ordered twice")
+    evaluations.running = event
+    evaluations.num_ordered += 1
+
+
+def _evaluation_finished(state: RunState, event: ev.EvaluationFinished) -> None:
+    running = state.evaluations.running
+    _refuse_unless(running is not None and running.number == event.number, f"evaluation {event.number} finished, but does not run")
+    state.evaluations.running = None
+    state.evaluations.handled[event.due] = event.version
+    state.evaluations.results.append(event)
+    state.evaluations.engine_s += event.engine_s
+
+
+def _evaluation_skipped(state: RunState, event: ev.EvaluationSkipped) -> None:
+    _refuse_unless(event.due not in state.evaluations.handled, f"the evaluation due at version {event.due} was already handled")
+    state.evaluations.handled[event.due] = -1
+    state.evaluations.num_skipped += 1
+
+
+_HANDLERS = {
+    ev.RunStarted: _run_started,
+    ev.SettingsChanged: _settings_changed,
+    ev.Admitted: _admitted,
+    ev.PrefixesRecorded: _prefixes_recorded,
+    ev.GroupFinished: _group_finished,
+    ev.AttemptFailed: _attempt_failed,
+    ev.Filtered: _filtered,
+    ev.Dropped: _dropped,
+    ev.BatchRecorded: _batch_recorded,
+    ev.StepFinished: _step_finished,
+    ev.VersionPublished: _version_published,
+    ev.EngineAdded: _engine_added,
+    ev.EngineRemoved: _engine_removed,
+    ev.EngineConfirmed: _engine_confirmed,
+    ev.CheckpointCommitted: _checkpoint_committed,
+    ev.EvaluationOrdered: _evaluation_ordered,
+    ev.EvaluationFinished: _evaluation_finished,
+    ev.EvaluationSkipped: _evaluation_skipped,
+    ev.StopRequested: _stop_requested,
+}
