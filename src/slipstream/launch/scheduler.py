@@ -13,39 +13,28 @@ on the real clock, but one that fires ends the run or fails its rollout with tha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any, Protocol
-
-from slipstream.errors import DeadlineExceeded
-
-SETTLE_DEADLINE_S = 3600.0  # longest that outside calls may hold one tick; each has a shorter deadline of its own
 
 
 class OutsideCalls(Protocol):
     @property
-    def num_outstanding(self) -> int: ...
+    def outstanding(self) -> int: ...
 
-    async def settle(self) -> None: ...
+    async def settle(self) -> int: ...
 
 
 async def run_until_blocked() -> None:
     """Let every other task of this loop run until all of them wait for something."""
-    loop = asyncio.get_running_loop()
-    ready: Any = loop._ready  # type: ignore[attr-defined]  # CPython's queue of runnable callbacks: the only exact answer to "does anything still want to run?"
-    while True:
+    # CPython's queue of runnable callbacks is the only exact answer to "does anything still want to run?".
+    ready: Any = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]
+    await asyncio.sleep(0)
+    while ready:
         await asyncio.sleep(0)
-        if not ready:
-            return
 
 
-async def settle(outside: OutsideCalls, stopped: Callable[[], bool]) -> None:
-    """Run every task and every outside call to its next wait."""
-    while not stopped():
+async def settle(outside: OutsideCalls) -> None:
+    """Run every task and every outside call to its next wait. Each outside call has a deadline of its own, so this ends."""
+    await run_until_blocked()
+    while outside.outstanding:
+        await outside.settle()
         await run_until_blocked()
-        if outside.num_outstanding == 0:
-            return
-        try:
-            async with asyncio.timeout(SETTLE_DEADLINE_S):
-                await outside.settle()
-        except TimeoutError:
-            raise DeadlineExceeded(f"scores or environments did not answer within {SETTLE_DEADLINE_S:.0f} s") from None
