@@ -1,0 +1,288 @@
+"""From a batch of groups to packed micro-batches: no padding, a shared prompt once, only the needed logits.
+
+Two steps. `token_table` reads the records into one `Sequence` per rollout: which tokens are trained, with which sampler logprob,
+advantage, temperature and staleness. `pack` lays sequences into micro-batches of at most so many packed tokens; rollouts that share a
+prefix (a prompt, or the rollout they were forked from) become a tree of segments, and a group that is split repeats its prompt.
+
+The index that everything rests on: every rollout has a path, the packed position of each of its tokens, and token t is predicted at
+path[t - 1]. Never "shift by one": the first tokens of all completions are predicted by the same last prompt position.
+
+Shapes: L = tokens of one rollout, T = packed tokens, N = trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slipstream.errors import DataError, StalenessError
+from slipstream.models.layout import PackedLayout, Segment
+from slipstream.trainer.logprobs import HeadRows
+from slipstream.types import Batch, Group, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One rollout as the trainer sees it; arrays are per trained token [n] unless noted."""
+
+    index: int  # of the rollout in the batch: groups in order, samples in order
+    group: int  # place of its group in the batch
+    sample: int
+    parent: tuple[int, int] | None  # (sample, token offset) it was forked from
+    token_ids: np.ndarray  # int32[L]
+    prompt_length: int
+    targets: np.ndarray  # int64, indices into token_ids of the tokens in the loss's domain; ascending, never 0
+    mask: np.ndarray  # bool; False where a token is too stale to be trained
+    sampler_logprob: np.ndarray  # float32
+    staleness: np.ndarray  # int32
+    temperature: np.ndarray  # float32
+    advantage: float
+
+    @property
+    def needed(self) -> int:
+        """How many leading tokens must pass through the model: those before the last trained one."""
+        return int(self.targets[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward and backward pass. All tensors on one device."""
+
+    input_ids: torch.Tensor  # int64[1, T]
+    position_ids: torch.Tensor  # int64[1, T]
+    layout: PackedLayout
+    rows: HeadRows  # the logits that are needed, and the targets [N]
+    sampler_logprob: torch.Tensor  # float32[N]
+    advantage: torch.Tensor  # float32[N]
+    mask: torch.Tensor  # float32[N], 1 trained, 0 masked for staleness
+    staleness: torch.Tensor  # int32[N]
+    rollout_index: torch.Tensor  # int64[N]
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        tensors = {name: getattr(self, name).to(device) for name in self.__slots__ if name not in ("layout", "rows")}
+        return MicroBatch(layout=self.layout, rows=HeadRows(*(x.to(device) for x in self.rows)), **tensors)
+
+
+# ---- reading the records ---------------------------------------------------------------------------------------------------------
+
+
+def token_table(
+    batch: Batch, advantages: np.ndarray, *, max_staleness: int, mask_stale: bool, default_temperature: float = 1.0
+) -> list[Sequence]:
+    """The batch's rollouts that have trained tokens. `advantages` float[n] has one per rollout, in order.
+
+    With `mask_stale`, tokens older than `max_staleness` stay in the table with mask False.
+    Raises StalenessError for a token from the future, DataError for one that cannot be trained.
+    """
+    out, index = [], 0
+    for place, group in enumerate(batch.groups):
+        for rollout in group.rollouts:
+            targets = np.flatnonzero(rollout.loss_mask)
+            if len(targets):
+                staleness = batch.step - rollout.model_versions()[targets]
+                _check_tokens(batch, group, rollout, targets, staleness)
+                out.append(
+                    Sequence(
+                        index=index,
+                        group=place,
+                        sample=rollout.sample,
+                        parent=rollout.parent,
+                        token_ids=rollout.token_ids,
+                        prompt_length=rollout.prompt_length,
+                        targets=targets,
+                        mask=staleness <= max_staleness if mask_stale else np.ones(len(targets), dtype=bool),
+                        sampler_logprob=rollout.logprobs[targets],
+                        staleness=staleness,
+                        temperature=_temperatures(rollout, default_temperature)[targets],
+                        advantage=float(advantages[index]),
+                    )
+                )
+            index += 1
+    return out
+
+
+def _temperatures(rollout: Rollout, default: float) -> np.ndarray:
+    """float32[L]: the temperature each token was sampled at."""
+    out = np.full(len(rollout.token_ids), default, dtype=np.float32)
+    for turn in rollout.turns:
+        if turn.sampling is not None:
+            out[turn.start : turn.end] = turn.sampling.temperature
+    if (out <= 0).any():
+        raise DataError(f"group {rollout.group_id} sample {rollout.sample} was sampled greedily (temperature 0); it cannot be trained")
+    return out
+
+
+def _check_tokens(batch: Batch, group: Group, rollout: Rollout, targets: np.ndarray, staleness: np.ndarray) -> None:
+    """Every trained token has a version that exists and a finite logprob <= 0."""
+    where = f"batch {batch.step}: group {group.group_id} sample {rollout.sample}"
+    if targets[0] == 0:
+        raise DataError(f"{where} trains its first token, which nothing predicts; a prompt has at least one token")
+    if staleness.min() < 0:
+        token = targets[staleness.argmin()]
+        raise StalenessError(f"{where}: token {token} has version {batch.step - staleness.min()}, newer than the trainer's {batch.step}")
+    if staleness.max() > batch.step:  # version -1
+        raise DataError(f"{where}: token {targets[staleness.argmax()]} is in the loss but no weights sampled it")
+    logprobs = rollout.logprobs[targets]
+    bad = ~(np.isfinite(logprobs) & (logprobs <= 0))
+    if bad.any():
+        token = targets[bad.argmax()]
+        raise DataError(f"{where}: token {token} has sampler logprob {rollout.logprobs[token]}; it must be finite and at most 0")
+
+
+# ---- packing ---------------------------------------------------------------------------------------------------------------------
+
+
+def pack(sequences: Seq[Sequence], max_tokens: int) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` packed tokens (a single longer rollout goes alone). Groups stay whole where they fit.
+
+    A pure function of its arguments: the same batch is split in the same way at every training of it.
+    """
+    builders: list[_Builder] = []
+    for members in _by_group(sequences):
+        whole = _Builder()
+        for sequence in members:
+            whole.add(sequence)
+        room = max_tokens - builders[-1].num_tokens if builders else 0
+        if room < whole.num_tokens <= max_tokens:
+            builders.append(whole)
+            continue
+        for sequence in members:
+            if not builders or builders[-1].num_tokens + builders[-1].cost(sequence) > max_tokens:
+                builders.append(_Builder())
+            builders[-1].add(sequence)
+    return [builder.build() for builder in builders]
+
+
+def _by_group(sequences: Seq[Sequence]) -> list[list[Sequence]]:
+    groups: dict[int, list[Sequence]] = {}
+    for sequence in sequences:
+        groups.setdefault(sequence.group, []).append(sequence)
+    return list(groups.values())
+
+
+class _Builder:
+    """One micro-batch in the making: sequences and where each leaves the one it shares a prefix with."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._sequences: list[Sequence] = []
+        self._forks: list[tuple[int, int]] = []  # (owner, offset): the first `offset` tokens are the owner's; (-1, 0) for none
+        self._extents: list[int] = []  # tokens of the sequence that must be packed, shared ones included
+        self._prompts: dict[tuple[int, bytes], int] = {}
+        self._samples: dict[tuple[int, int], int] = {}
+
+    def cost(self, sequence: Sequence) -> int:
+        """Packed tokens that adding it takes."""
+        owner, offset = self._fork(sequence)
+        return max(0, sequence.needed - offset) + self._missing(owner, min(offset, sequence.needed))
+
+    def add(self, sequence: Sequence) -> None:
+        self.num_tokens += self.cost(sequence)
+        owner, offset = self._fork(sequence)
+        self._extend(owner, min(offset, sequence.needed))
+        self._prompts.setdefault(_prompt_key(sequence), len(self._sequences))
+        self._samples[sequence.group, sequence.sample] = len(self._sequences)
+        self._sequences.append(sequence)
+        self._forks.append((owner, offset))
+        self._extents.append(sequence.needed)
+
+    def _missing(self, owner: int, end: int) -> int:
+        """How many tokens must still be packed so that the owner's first `end` are there."""
+        if owner < 0 or end <= self._extents[owner]:
+            return 0
+        parent, offset = self._forks[owner]
+        return max(0, end - max(self._extents[owner], offset)) + self._missing(parent, min(end, offset))
+
+    def _extend(self, owner: int, end: int) -> None:
+        if owner >= 0 and end > self._extents[owner]:
+            self._extents[owner] = end
+            parent, offset = self._forks[owner]
+            self._extend(parent, min(end, offset))
+
+    def _fork(self, sequence: Sequence) -> tuple[int, int]:
+        owner, offset = -1, 0
+        if sequence.parent is not None:
+            sample, offset = sequence.parent
+            owner = self._samples.get((sequence.group, sample), -1)
+            if owner >= 0 and not np.array_equal(self._sequences[owner].token_ids[:offset], sequence.token_ids[:offset]):
+                owner = -1  # the record's parent was rewritten since: share no more than the prompt
+        if owner < 0:
+            owner, offset = self._prompts.get(_prompt_key(sequence), -1), sequence.prompt_length
+        while owner >= 0 and offset <= self._forks[owner][1]:  # the fork lies in what the owner itself shares
+            owner = self._forks[owner][0]
+        return (owner, offset) if owner >= 0 else (-1, 0)
+
+    def build(self) -> MicroBatch:
+        segments, paths = self._lay_out()
+        layout = PackedLayout(tuple(segments))
+        input_ids = np.empty(layout.num_tokens, dtype=np.int64)
+        for sequence, path in zip(self._sequences, paths, strict=True):
+            input_ids[path] = sequence.token_ids[: len(path)]
+
+        def gather(per_sequence: list[np.ndarray], dtype: type) -> np.ndarray:
+            return np.concatenate(per_sequence).astype(dtype, copy=False)
+
+        predictor = gather([path[s.targets - 1] for s, path in zip(self._sequences, paths, strict=True)], np.int64)
+        temperature = gather([s.temperature for s in self._sequences], np.float32)
+        order, positions, row_temperature, row = _head_rows(predictor, temperature)
+        counts = [len(s.targets) for s in self._sequences]
+
+        def tokens(values: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(values[order])
+
+        return MicroBatch(
+            input_ids=torch.from_numpy(input_ids)[None],
+            position_ids=layout.position_ids(),
+            layout=layout,
+            rows=HeadRows(
+                positions=torch.from_numpy(positions),
+                temperature=torch.from_numpy(row_temperature),
+                row=torch.from_numpy(row),
+                target_ids=tokens(gather([s.token_ids[s.targets] for s in self._sequences], np.int64)),
+            ),
+            sampler_logprob=tokens(gather([s.sampler_logprob for s in self._sequences], np.float32)),
+            advantage=tokens(np.repeat(np.array([s.advantage for s in self._sequences], dtype=np.float32), counts)),
+            mask=tokens(gather([s.mask for s in self._sequences], np.float32)),
+            staleness=tokens(gather([s.staleness for s in self._sequences], np.int32)),
+            rollout_index=tokens(np.repeat(np.array([s.index for s in self._sequences], dtype=np.int64), counts)),
+        )
+
+    def _lay_out(self) -> tuple[list[Segment], list[np.ndarray]]:
+        """The segments, and each sequence's path: packed position per token, as far as it is packed."""
+        cuts: list[set[int]] = [set() for _ in self._sequences]
+        for owner, offset in self._forks:
+            if owner >= 0:
+                cuts[owner].add(offset)
+        segments: list[Segment] = []
+        ends: dict[tuple[int, int], int] = {}  # (sequence, offset where a piece ends) -> segment
+        paths: list[np.ndarray] = []
+        at = 0
+        for index, (owner, offset) in enumerate(self._forks):
+            extent = self._extents[index]
+            shared = paths[owner][:offset] if owner >= 0 else np.empty(0, dtype=np.int64)
+            parent = ends[owner, offset] if owner >= 0 and extent > offset else -1
+            begin, first = offset, at
+            for end in sorted({cut for cut in cuts[index] if cut < extent} | {extent}):
+                if end > begin:
+                    segments.append(Segment(at, end - begin, parent))
+                    parent = ends[index, end] = len(segments) - 1
+                    at += end - begin
+                    begin = end
+            paths.append(np.concatenate([shared, np.arange(first, at)]))
+        return segments, paths
+
+
+def _prompt_key(sequence: Sequence) -> tuple[int, bytes]:
+    return sequence.group, np.ascontiguousarray(sequence.token_ids[: sequence.prompt_length]).tobytes()
+
+
+def _head_rows(predictor: np.ndarray, temperature: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(order, positions, row temperature, row): tokens sorted by (predictor, temperature), and the distinct pairs among them."""
+    order = np.lexsort((temperature, predictor))
+    predictor, temperature = predictor[order], temperature[order]
+    new = np.ones(len(order), dtype=bool)
+    new[1:] = (predictor[1:] != predictor[:-1]) | (temperature[1:] != temperature[:-1])
+    return order, predictor[new], temperature[new], np.cumsum(new) - 1
