@@ -166,17 +166,13 @@ def _rewards(config: Config, reward_given: bool) -> Iterator[Conflict]:
                 (f"reward.{index}.function",),
                 f'"{reward.function}" is neither {", ".join(BUILTIN_REWARDS)} nor "module:function" or "file.py:function"{hint}',
             )
-    names = Counter(reward_name(r.function, r.name) for r in config.reward)
-    for name, count in names.items():
+        if reward.function == "regex" and "pattern" not in reward.options:
+            yield Conflict((f"reward.{index}.options",), "regex needs a pattern: options = {pattern = '...'}")
+    for name, count in Counter(reward.name for reward in config.reward if reward.name).items():
         if count > 1:
-            yield Conflict(("reward",), f'{count} rewards are called "{name}" in the metrics; give each its own name = ...')
+            yield Conflict(("reward",), f'{count} rewards are named "{name}"; metrics are kept by name, so give each its own')
     if config.reward and not reward_given and all(reward.weight == 0 for reward in config.reward):
         yield Conflict(("reward.0.weight",), "the weight of every reward is 0, so each rollout would get reward 0 and nothing be learned")
-
-
-def reward_name(function: str, name: str | None) -> str:
-    """A reward's name in the metrics: its own, else the function's."""
-    return name or function.rpartition(":")[2]
 
 
 def _files(config: Config, base_folder: Path) -> Iterator[Conflict]:
@@ -195,3 +191,23 @@ def _files(config: Config, base_folder: Path) -> Iterator[Conflict]:
     if template is not None and not is_inline_template(template) and not resolve_path(template, base_folder).is_file():
         path = resolve_path(template, base_folder)
         yield Conflict(("model.chat_template",), f'"{template}" is neither Jinja text (no braces) nor a file at {path}')
+
+
+def advice(config: Config) -> list[str]:
+    """What is allowed and probably not meant, one sentence each; `slipstream validate` prints it."""
+    out = []
+    if config.data.eval is None:
+        out.append("data.eval is not set: nothing is evaluated; data.eval = N holds out N prompts")
+    if config.evaluation.samples > 1 and config.evaluation.temperature == 0:
+        out.append(f"evaluation.samples = {config.evaluation.samples} at temperature 0 gives that many equal answers")
+    if config.trainer.warmup_steps >= config.trainer.steps:
+        steps = config.trainer.steps
+        out.append(
+            f"trainer.warmup_steps = {config.trainer.warmup_steps} does not end within {steps} steps: the peak learning rate is never reached"
+        )
+    if config.engine.slots < config.rollout.group_size:
+        out.append(
+            f"engine.slots = {config.engine.slots} is less than one group of {config.rollout.group_size}: its rollouts take turns, and the "
+            "prompt is prefilled again for some"
+        )
+    return out

@@ -17,6 +17,8 @@ from pydantic.fields import FieldInfo
 
 from slipstream.config.settings import Config, Settings
 
+KeyPath = tuple[str | int, ...]  # ("reward", 0, "weight")
+
 
 @dataclass(frozen=True, slots=True)
 class Key:
@@ -52,36 +54,41 @@ def table_of_list(annotation: Any) -> type[Settings] | None:
     return table_of(get_args(annotation)[0]) if get_origin(annotation) is list else None
 
 
-def find(parts: tuple[str | int, ...]) -> FieldInfo | type[Settings] | Any | None:
-    """What lies at this path: a leaf's FieldInfo, a table's class, `Any` below a free table, None for an unknown key."""
-    here: Any = Config
-    for position, part in enumerate(parts):
-        if not (isinstance(here, type) and issubclass(here, Settings)):
-            return Any if _is_free_table(here) else None
-        field = here.model_fields.get(str(part))
-        if field is None:
-            return None
-        rest = parts[position + 1 :]
-        here = field
-        if (table := table_of(field.annotation)) is not None:
-            here = table
-        elif rest and str(rest[0]).isdecimal() and (table := table_of_list(field.annotation)) is not None:
-            return table if len(rest) == 1 else _find_in(table, rest[1:])
-    return here
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What lies at a path: a leaf or table of ours (`field`, and `table` for its class), or a name below a free table (`free`)."""
+
+    field: FieldInfo | None = None  # None for one table of a list, and below a free table
+    table: type[Settings] | None = None
+    free: bool = False
+
+    @property
+    def is_flag(self) -> bool:
+        return self.field is not None and self.field.annotation is bool
+
+    @property
+    def is_list_of_tables(self) -> bool:
+        return self.field is not None and table_of_list(self.field.annotation) is not None
 
 
-def _find_in(table: type[Settings], parts: tuple[str | int, ...]) -> FieldInfo | Any | None:
-    field = table.model_fields.get(str(parts[0]))
-    if field is None or len(parts) == 1:
-        return field
-    return Any if _is_free_table(field) else None
+def find(parts: KeyPath, table: type[Settings] = Config) -> Place | None:
+    """What lies at this path, None for an unknown key."""
+    if not parts:
+        return Place(table=table)
+    name, rest = str(parts[0]), parts[1:]
+    field = table.model_fields.get(name)
+    if field is None:
+        return None
+    if (inner := table_of(field.annotation)) is not None:
+        return find(rest, inner) if rest else Place(field, inner)
+    if not rest:
+        return Place(field)
+    if (inner := table_of_list(field.annotation)) is not None and str(rest[0]).isdecimal():
+        return find(rest[1:], inner)
+    return Place(free=True) if get_origin(field.annotation) is dict else None
 
 
-def _is_free_table(field: Any) -> bool:
-    return isinstance(field, FieldInfo) and get_origin(field.annotation) is dict
-
-
-def dotted(parts: tuple[str | int, ...]) -> str:
+def dotted(parts: KeyPath) -> str:
     return ".".join(str(part) for part in parts)
 
 
@@ -107,7 +114,7 @@ def nearest(path: str) -> str | None:
 def describe(field: FieldInfo) -> str:
     """What the key allows: `a whole number >= 1`, `"grpo" | "dapo"`, `text or nothing`."""
     words = _describe_type(field.annotation)
-    limits = _limits(field)
+    limits = _limits(*field.metadata)
     return f"{words} {limits}" if limits else words
 
 
@@ -119,7 +126,7 @@ def _describe_type(annotation: Any) -> str:
         some = [_describe_type(a) for a in args if a is not types.NoneType]
         return " or ".join(some)
     if origin is Annotated:
-        return _describe_type(args[0])
+        return " ".join(filter(None, (_describe_type(args[0]), _limits(*args[1:]))))
     if table_of_list(annotation):
         return "a list of tables"
     if origin is list:
@@ -139,13 +146,13 @@ def _plural(annotation: Any) -> str:
     return {int: "whole numbers", float: "numbers", str: "texts"}.get(annotation, _describe_type(annotation))
 
 
-def _limits(field: FieldInfo) -> str:
+def _limits(*metadata: Any) -> str:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     words = []
-    for limit in field.metadata:
-        for name, sign in signs.items():
-            if (bound := getattr(limit, name, None)) is not None:
-                words.append(f"{sign} {bound}")
+    for limit in metadata:
+        if isinstance(limit, FieldInfo):
+            words.append(_limits(*limit.metadata))
+        words += [f"{sign} {bound}" for name, sign in signs.items() if (bound := getattr(limit, name, None)) is not None]
         if pattern := getattr(limit, "pattern", None):
             words.append(f"matching {pattern}")
     return " and ".join(words)

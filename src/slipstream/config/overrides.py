@@ -10,59 +10,59 @@ import tomllib
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic.fields import FieldInfo
+from slipstream.config.keys import KeyPath, Place, accepts, allows_none, dotted, find, nearest
 
-from slipstream.config.keys import accepts, allows_none, dotted, find, nearest
-
-Path = tuple[str | int, ...]  # ("reward", 0, "weight")
+COMMAND_LINE = "command line"
 
 
 @dataclass(slots=True)
 class Overrides:
-    values: list[tuple[Path, Any]] = field(default_factory=list)  # in the order given; a later one wins
+    values: list[tuple[KeyPath, Any]] = field(default_factory=list)  # in the order given; a later one wins
     problems: list[str] = field(default_factory=list)
 
 
 def parse_overrides(arguments: list[str]) -> Overrides:
     """The overrides in these arguments; unknown keys and missing values are collected, not raised."""
     out = Overrides()
-    at = 0
-    while at < len(arguments):
-        argument = arguments[at]
-        at += 1
+    rest = list(reversed(arguments))
+    while rest:
+        argument = rest.pop()
         if not argument.startswith("--") or argument == "--":
-            out.problems.append(f"command line: {argument!r} is neither a run file nor an option (--section.key value)")
+            out.problems.append(f"{COMMAND_LINE}: {argument!r} is neither a run file nor an option (--section.key value)")
             continue
-        name, equals, text = argument[2:].partition("=")
-        path, negated = _path_of(name)
-        target = find(path)
-        if target is None:
-            out.problems.append(unknown_key("command line", f"--{name}", dotted(path)))
-            if not equals and at < len(arguments) and not arguments[at].startswith("--"):
-                at += 1  # its value
-            continue
-        is_flag = isinstance(target, FieldInfo) and target.annotation is bool
-        if negated:
-            if not is_flag or equals:
-                out.problems.append(f"command line: --{name}: --no- takes a true/false setting and no value")
-            else:
-                out.values.append((path, False))
-            continue
-        if not equals:
-            follows = at < len(arguments) and not arguments[at].startswith("--")
-            if is_flag and not (follows and arguments[at].lower() in ("true", "false")):
-                out.values.append((path, True))
-                continue
-            if not follows:
-                out.problems.append(f"command line: --{name} needs a value")
-                continue
-            text = arguments[at]
-            at += 1
-        out.values.append((path, read_value(text, target)))
+        try:
+            out.values.append(_read_option(argument, rest))
+        except _Wrong as wrong:
+            out.problems.append(str(wrong))
     return out
 
 
-def _path_of(name: str) -> tuple[Path, bool]:
+class _Wrong(Exception):
+    """One option that cannot be read."""
+
+
+def _read_option(argument: str, rest: list[str]) -> tuple[KeyPath, Any]:
+    """One option and, where it takes one, its value from the end of `rest` (the arguments after it, reversed)."""
+    name, equals, text = argument[2:].partition("=")
+    path, negated = _path_of(name)
+    place = find(path)
+    value_follows = not equals and bool(rest) and not rest[-1].startswith("--")
+    if place is None:
+        if value_follows:
+            rest.pop()
+        raise _Wrong(unknown_key(COMMAND_LINE, f"--{name}", dotted(path)))
+    if negated:
+        if not place.is_flag or equals:
+            raise _Wrong(f"{COMMAND_LINE}: --{name}: --no- takes a true/false setting and no value")
+        return path, False
+    if place.is_flag and not equals and not (value_follows and rest[-1].lower() in ("true", "false")):
+        return path, True
+    if not equals and not value_follows:
+        raise _Wrong(f"{COMMAND_LINE}: --{name} needs a value")
+    return path, read_value(text if equals else rest.pop(), place)
+
+
+def _path_of(name: str) -> tuple[KeyPath, bool]:
     """The key a flag means, and whether it is a `--no-` flag (a key whose own name starts with `no` comes first)."""
     path = _normal(name)
     if name.startswith(("no-", "no_")) and find(path) is None:
@@ -70,31 +70,28 @@ def _path_of(name: str) -> tuple[Path, bool]:
     return path, False
 
 
-def _normal(name: str) -> Path:
+def _normal(name: str) -> KeyPath:
     """Underscores in our own names; names below a free table stay as they are typed."""
     parts: list[str | int] = []
     for part in name.split("."):
-        ours = find((*parts, part.replace("-", "_")))
-        parts.append(part if ours is Any else int(part) if part.isdecimal() else part.replace("-", "_"))
+        ours = part.replace("-", "_")
+        place = find((*parts, ours))
+        parts.append(part if place and place.free else int(part) if part.isdecimal() else ours)
     return tuple(parts)
 
 
-def read_value(text: str, target: Any) -> Any:
+def read_value(text: str, place: Place) -> Any:
     """A command-line value as the key's type reads it: TOML where that fits, else the text itself."""
-    annotation = target.annotation if isinstance(target, FieldInfo) else Any
+    annotation = place.field.annotation if place.field else Any
     if text.lower() == "none" and allows_none(annotation):
         return None
+    if place.is_flag and text.lower() in ("true", "false"):
+        return text.lower() == "true"
     try:
-        value = tomllib.loads(f"value = {text}")["value"] if "\n" not in text.strip() else text
+        value = text if "\n" in text else tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = _python_flag(text, annotation)
-    if isinstance(target, FieldInfo) and not accepts(annotation, value) and accepts(annotation, text):
         return text
-    return value
-
-
-def _python_flag(text: str, annotation: Any) -> Any:
-    return text.lower() == "true" if annotation is bool and text.lower() in ("true", "false") else text
+    return text if not accepts(annotation, value) and accepts(annotation, text) else value
 
 
 def unknown_key(source: str, shown: str, path: str) -> str:

@@ -6,7 +6,7 @@ live in `checks.py`; files, overlays and command-line overrides in `load.py`.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -45,8 +45,10 @@ class DataSettings(Settings):
     train: str = Field(
         default="builtin:sort_digits", description="JSONL or parquet file, folder, id:config:split, reasoning_gym:NAME, or builtin:NAME."
     )
-    eval: str | int | None = Field(
-        default=None, description="Like train; or a number: hold out that many distinct prompts of train; or nothing."
+    eval: str | Annotated[int, Field(ge=1, strict=True)] | None = Field(
+        default=None,
+        description="Like train (of a source with several parts, the held-out one); or a number: hold out that many distinct prompts of "
+        "train; or nothing.",
     )
     prompt_template: str | list[dict[str, str]] | None = Field(
         default=None, description="str.format text over the row's columns for the user message, or a list of chat messages with such texts."
@@ -54,7 +56,7 @@ class DataSettings(Settings):
     system_prompt: str | None = Field(default=None, description="A system message put first.")
     columns: dict[str, str] = Field(default={}, description="New column name = existing column, e.g. {prompt = 'question'}.")
     options: dict[str, Any] = Field(default={}, description="Arguments of the source (reasoning_gym: those of create_dataset).")
-    limit: int | None = Field(default=None, ge=1, description="Use only the first rows.")
+    limit: int | None = Field(default=None, ge=1, description="Use only the first rows of train.")
 
 
 class RewardSettings(Settings):
