@@ -1,0 +1,73 @@
+"""What a run came to, in numbers: the object that `train --json` prints last and `Result.metrics` holds.
+
+Every total is read from the ledger's fold (`controller/state.py`), so it counts the whole run, resumed or not, and never twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from slipstream.config.settings import Config
+from slipstream.controller.admission import worst_staleness
+from slipstream.controller.state import RunState
+
+
+def summarize(state: RunState, config: Config, run_folder: str, wall_s: float) -> dict[str, Any]:
+    """The summary of the run in `state`. None is "not applicable": no evaluation, no step yet.
+
+    `wall_s`: command to summary. Rates count from the first admission to the last optimizer step; trainer idle is waiting for a batch
+    after the first arrived, rollout idle is the share of engine slots left free behind a closed gate, the evaluation fraction is the
+    engine's time on evaluation passes; fractions are of the time that the rates count.
+    """
+    totals, evaluations = state.totals, state.evaluations
+    rewards = [result.reward for result in evaluations.results]
+    return {
+        "run_folder": run_folder,
+        "run_name": config.run.name,
+        "incarnation": state.incarnation,
+        "steps": state.step,
+        "steps_planned": config.trainer.steps,
+        "model_version": state.step,
+        "eval_reward_first": rewards[0] if rewards else None,
+        "eval_reward_last": rewards[-1] if rewards else None,
+        "evaluations": len(rewards),
+        "evaluations_skipped": evaluations.num_skipped,
+        "trained_groups": totals.trained_groups,
+        "trained_samples": totals.trained_samples,
+        "trained_samples_per_s": ratio(totals.trained_samples, totals.active_s),
+        "trained_tokens_per_s": ratio(totals.trained_tokens, totals.active_s),
+        "generated_tokens_per_s": ratio(totals.generated_tokens, totals.active_s),
+        "trainer_idle_fraction": ratio(totals.trainer_wait_s, totals.trainer_active_s),
+        "rollout_idle_fraction": ratio(totals.rollout_idle_s, totals.active_s),
+        "evaluation_fraction": ratio(evaluations.engine_s, totals.active_s),
+        "staleness_mean": mean(totals.staleness),
+        "staleness_max": max(totals.staleness, default=None),
+        "staleness_bound": worst_staleness(state.max_staleness, state.groups_per_step, state.window),
+        "rollouts_with_several_versions": totals.several_versions,
+        "masked_stale_tokens": totals.masked_tokens,
+        "skipped_steps": totals.skipped_steps,
+        "filtered_groups": totals.filtered,
+        "dropped_groups": sum(totals.dropped.values()),
+        "wall_s": wall_s,
+    }
+
+
+def ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def mean(counts: Counter[int]) -> float | None:
+    """The mean of the keys, each as often as its count."""
+    total = sum(counts.values())
+    return sum(value * count for value, count in counts.items()) / total if total else None
+
+
+def quantile(counts: Counter[int], q: float) -> int | None:
+    """The smallest key with at least the share `q` of the counts at or below it."""
+    total, seen = sum(counts.values()), 0
+    for value in sorted(counts):
+        seen += counts[value]
+        if seen >= q * total:
+            return value
+    return None
