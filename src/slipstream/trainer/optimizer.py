@@ -71,9 +71,10 @@ class Optimizer:
 
     def update(self, step: int, norm: float) -> None:
         """Clip by the norm just measured and update the weights with the learning rate of batch `step`."""
-        gradients = [m.grad for m in self._masters.values() if m.grad is not None]
         if norm > self._settings.max_grad_norm:
-            torch._foreach_mul_(gradients, self._settings.max_grad_norm / norm)
+            for master in self._masters.values():
+                if master.grad is not None:
+                    master.grad.mul_(self._settings.max_grad_norm / norm)
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate(self._settings, step)
         self._adamw.step()

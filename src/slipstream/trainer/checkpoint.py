@@ -1,0 +1,209 @@
+"""Checkpoints: weights, optimizer, step and random state, as safetensors and JSON. Never pickle, never `torch.load`.
+
+A set of tensors is a folder with an index and one or more safetensors files:
+
+    index.json   {"tensors": {name: {"dtype", "shape", "shards": [{"file", "key", "offset", "shape"}]}}, "aliases": {tied name: name}}
+
+Each shard says which part of the global tensor it holds (offset and shape per dimension), so that many ranks can write a checkpoint and
+another number of ranks can read it. Here one rank writes one shard per tensor.
+
+The trainer writes into checkpoints/.tmp-<step>-<incarnation>, syncs it and reports its manifest; the controller verifies and renames it.
+Killed anywhere, it leaves at most a folder whose name nobody takes for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import safe_open, save_file
+
+from slipstream.checkpoint_files import describe_files, fsync, verify_checkpoint, write_bytes, write_manifest
+from slipstream.errors import CheckpointError
+from slipstream.protocols import CheckpointManifest
+from slipstream.trainer.trainer import Trainer
+
+INDEX = "index.json"
+TRAINER = "trainer.json"
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """The part of a tensor that one file holds."""
+
+    file: str
+    key: str  # its name in the file
+    offset: tuple[int, ...]  # of its first element in the global tensor
+    shape: tuple[int, ...]
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    dtype: str  # "float32", "bfloat16", ...
+    shape: tuple[int, ...]  # of the global tensor
+    shards: tuple[Shard, ...]
+
+
+class TensorIndex(msgspec.Struct, frozen=True):
+    tensors: dict[str, TensorEntry]
+    aliases: dict[str, str] = {}
+
+
+class TrainerState(msgspec.Struct, frozen=True):
+    """What trainer.json holds."""
+
+    step: int  # batches finished; the learning-rate schedule is a function of it
+    skipped_in_a_row: int
+    torch_rng: str  # base64 of torch's CPU generator state
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(
+    checkpoints: Path, trainer: Trainer, *, run_id: str, incarnation: int, ledger_seq: int, weights_checksum: str
+) -> tuple[str, CheckpointManifest]:
+    """Write the trainer's state to a temporary folder in `checkpoints`, durable when this returns: (its name, its manifest).
+
+    A leftover of the same name is replaced. OSError where the disk refuses.
+    """
+    name = f".tmp-{trainer.step}-{incarnation}"
+    folder = checkpoints / name
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    tensors, aliases = _distinct(trainer.model.state_dict())
+    write_tensors(folder / "model", tensors, aliases)
+    write_tensors(folder / "optimizer", trainer.optimizer.state_tensors())
+    state = TrainerState(trainer.step, trainer.skipped_in_a_row, base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode())
+    write_bytes(folder / TRAINER, msgspec.json.encode(state))
+    manifest = CheckpointManifest(
+        run_id=run_id,
+        incarnation=incarnation,
+        step=trainer.step,
+        ledger_seq=ledger_seq,
+        weights_checksum=weights_checksum,
+        files=describe_files(folder),
+        numerics=trainer.numerics(),
+    )
+    write_manifest(folder, manifest)
+    fsync(checkpoints)
+    return name, manifest
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str] | None = None) -> None:
+    """A new folder with these tensors and their index, synced to disk."""
+    folder.mkdir()
+    file = "rank-00000.safetensors"
+    entries = {
+        name: TensorEntry(_dtype_name(t.dtype), tuple(t.shape), (Shard(file, name, (0,) * t.ndim, tuple(t.shape)),))
+        for name, t in tensors.items()
+    }
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / file)
+    fsync(folder / file)
+    write_bytes(folder / INDEX, msgspec.json.encode(TensorIndex(entries, dict(aliases or {}))))
+    fsync(folder)
+
+
+def _distinct(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """(each storage once, tied name -> the name its storage goes under)."""
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[tuple, str] = {}
+    for name, tensor in state.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and place in first:
+            aliases[name] = first[place]
+        else:
+            first[place] = name
+            tensors[name] = tensor
+    return tensors, aliases
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(folder: str | Path, trainer: Trainer) -> CheckpointManifest:
+    """Put the trainer where the checkpoint was made, bit for bit. CheckpointError names the file that is damaged or does not fit.
+
+    Everything is verified and read before the trainer is touched.
+    """
+    folder = Path(folder)
+    manifest = verify_checkpoint(folder)
+    weights, optimizer = read_tensors(folder / "model"), read_tensors(folder / "optimizer")
+    state = _decode(folder / TRAINER, TrainerState)
+    if state.step != manifest.step:
+        raise CheckpointError(f"{folder / TRAINER} is of step {state.step}, its manifest of step {manifest.step}")
+    load_weights(trainer.model, weights, folder / "model")
+    try:
+        trainer.optimizer.load_state_tensors(optimizer)
+    except KeyError as error:
+        raise CheckpointError(f"{folder / 'optimizer'} has no tensor {error}: model.dtype differs from the run that wrote it") from error
+    rng = bytearray(base64.b64decode(state.torch_rng))
+    torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))
+    trainer.step, trainer.skipped_in_a_row = state.step, state.skipped_in_a_row
+    return manifest
+
+
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], source: Path) -> None:
+    """Overwrite the model's tensors in place; CheckpointError, before anything is touched, where names, shapes or dtypes differ."""
+    own = model.state_dict()
+    if own.keys() != weights.keys():
+        raise CheckpointError(f"{source} holds other tensors than this model: {sorted(own.keys() ^ weights.keys())[:3]} and so on")
+    for name, tensor in own.items():
+        given = weights[name]
+        if given.shape != tensor.shape or given.dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{source}: {name} is {_dtype_name(given.dtype)}{list(given.shape)}, this model has "
+                f"{_dtype_name(tensor.dtype)}{list(tensor.shape)}"
+            )
+    for name, tensor in own.items():
+        tensor.copy_(weights[name])
+
+
+def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+    """The global tensors of a folder written by `write_tensors`, aliases included. CheckpointError where a part is missing."""
+    folder = Path(folder)
+    index = _decode(folder / INDEX, TensorIndex)
+    files = {shard.file for entry in index.tensors.values() for shard in entry.shards}
+    out = {name: torch.empty(entry.shape, dtype=_dtype(entry.dtype)) for name, entry in index.tensors.items()}
+    filled = dict.fromkeys(out, 0)
+    for file in sorted(files):
+        try:
+            with safe_open(folder / file, framework="pt") as opened:
+                for name, entry in index.tensors.items():
+                    for shard in (shard for shard in entry.shards if shard.file == file):
+                        place = tuple(slice(at, at + size) for at, size in zip(shard.offset, shard.shape, strict=True))
+                        out[name][place] = opened.get_tensor(shard.key)
+                        filled[name] += math.prod(shard.shape)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(f"{folder / file} cannot be read: {error}") from error
+    for name, tensor in out.items():
+        if filled[name] != tensor.numel():
+            raise CheckpointError(f"{folder / INDEX}: the shards of {name} hold {filled[name]} of its {tensor.numel()} elements")
+    for name, target in index.aliases.items():
+        out[name] = out[target]
+    return out
+
+
+def _decode(path: Path, kind):
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{name!r} is not a dtype")
+    return dtype

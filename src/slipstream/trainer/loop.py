@@ -1,0 +1,110 @@
+"""The trainer's loop.
+
+    consumes    batches, by step number                     get_batch(step)
+    produces    weights of version step + 1                 begin_write -> pack -> publish
+                a report per step                           finish_step
+                checkpoints                                 write to .tmp-..., commit_checkpoint
+    waits for   the next batch, and for nothing else: a free weight slot always exists
+    unblocked   by the controller: a batch, or None (no further step), or its death (PeerLost)
+
+Killed anywhere, nothing is half visible: weights count once published, a step once reported, a checkpoint once renamed by the
+controller; what was done since is done again from the ledger's batches.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Protocol
+
+from slipstream.errors import RunFolderError
+from slipstream.protocols import ControllerAPI, Manifest
+from slipstream.trainer.checkpoint import write_checkpoint
+from slipstream.trainer.trainer import Trainer
+from slipstream.types import StepReport
+
+_PUBLISH_DEADLINE_S = 120.0
+_CHECKPOINT_DEADLINE_S = 600.0
+
+
+class Publisher(Protocol):
+    """Writes the trainer's weights into a slot's memory (`weight_sync.packing.Publisher`)."""
+
+    def pack(self, slot: int, incarnation: int, version: int) -> Manifest: ...
+
+
+class Progress(Protocol):
+    """How the loop says what it is doing (`launch.page.Progress`)."""
+
+    def working(self, phase: str, deadline_s: float, owed: str = "") -> None: ...
+
+    def idle(self) -> None: ...
+
+
+async def run_trainer(trainer: Trainer, controller: ControllerAPI, publisher: Publisher, checkpoints: Path, page: Progress) -> None:
+    """Train until the controller has no further batch. The trainer stands at a checkpoint's step, or at 0 with the start weights.
+
+    Publishes the start weights as version `trainer.step` first. Raises RunFailed after too many skipped updates in a row, RunFolderError
+    where a checkpoint cannot be written, and whatever the controller raises.
+    """
+    settings = trainer.config
+    _, incarnation, _ = await controller.checkpoint_context()
+    committed = trainer.step
+    weights = await _publish(trainer, controller, publisher, incarnation, page)
+    while True:
+        page.idle()
+        started = time.perf_counter()
+        batch = await controller.get_batch(trainer.step)
+        wait_s = time.perf_counter() - started
+        if batch is None:
+            break
+        page.working("step", settings.trainer.step_timeout_s, owed=f"batch {batch.step}")
+        started = time.perf_counter()
+        step = trainer.train_step(batch)
+        step_s = time.perf_counter() - started
+        weights = await _publish(trainer, controller, publisher, incarnation, page)
+        publish_s = time.perf_counter() - started - step_s
+        report = StepReport(
+            step=batch.step,
+            version=trainer.version,
+            skipped=step.skipped,
+            checksum=weights.checksum,
+            metrics=step.metrics,
+            wait_s=wait_s,
+            step_s=step_s,
+            publish_s=publish_s,
+        )
+        await controller.finish_step(report)
+        if trainer.step % settings.checkpoint.every == 0 or trainer.step == settings.trainer.steps:
+            await _checkpoint(trainer, controller, weights, checkpoints, page)
+            committed = trainer.step
+    if trainer.step > committed:
+        await _checkpoint(trainer, controller, weights, checkpoints, page)
+    page.idle()
+
+
+async def _publish(trainer: Trainer, controller: ControllerAPI, publisher: Publisher, incarnation: int, page: Progress) -> Manifest:
+    page.working("publish", _PUBLISH_DEADLINE_S, owed=f"weights {incarnation}.{trainer.version}")
+    slot = await controller.begin_write()
+    manifest = publisher.pack(slot, incarnation, trainer.version)
+    await controller.publish(slot, manifest)
+    return manifest
+
+
+async def _checkpoint(trainer: Trainer, controller: ControllerAPI, weights: Manifest, checkpoints: Path, page: Progress) -> None:
+    page.working("checkpoint", _CHECKPOINT_DEADLINE_S, owed=f"checkpoint {trainer.step}")
+    run_id, incarnation, ledger_seq = await controller.checkpoint_context()
+    try:
+        name, manifest = write_checkpoint(
+            checkpoints,
+            trainer,
+            run_id=run_id,
+            incarnation=incarnation,
+            ledger_seq=ledger_seq,
+            weights_checksum=weights.checksum,
+        )
+    except OSError as error:
+        raise RunFolderError(
+            f"checkpoint {trainer.step} cannot be written to {checkpoints}: {error}. Free space there and --resume"
+        ) from error
+    await controller.commit_checkpoint(name, manifest)
