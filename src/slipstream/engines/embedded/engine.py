@@ -17,6 +17,7 @@ from slipstream.engines.embedded.sequence import Decode, Sequence, check_request
 from slipstream.engines.embedded.stream import MIN_ROWS, Stream
 from slipstream.errors import ModelError
 from slipstream.models.attention import attach
+from slipstream.models.support import context_limit
 from slipstream.types import Frame, GenerateRequest, Purpose, StopReason
 
 PINNED_EVERY = 4  # while training sequences run, at most every 4th tick is a pinned one
@@ -26,8 +27,8 @@ class EmbeddedEngine:
     """Generates tokens for many requests at once. Single-threaded: one loop calls it, between its own waits.
 
     `decode` turns token ids into text, for stop strings. `slots` sequences run at a time on the live weights, and as many on a
-    pinned copy. With `row_invariant` False (see `probe.py`) every decode pass is padded to `slots` rows, so that its shape never
-    depends on who else runs.
+    pinned copy. Decode passes are padded to `min_rows` rows (at least 4); `probe.py` finds the number at which a row's result does
+    not depend on its neighbours. `seed` is mixed with that of each request.
 
     Requests with purpose EVAL run on a copy of the weights made by `pin`, in ticks of their own and at low priority.
     """
@@ -41,12 +42,12 @@ class EmbeddedEngine:
         slots: int = 32,
         max_context: int = 4096,
         seed: int = 0,
-        row_invariant: bool = True,
+        min_rows: int = MIN_ROWS,
         prefill_budget: int = 1024,
     ):
-        limit = getattr(model.config, "max_position_embeddings", None)
+        limit = context_limit(model.config)
         if limit is not None and max_context > limit:
-            raise ModelError(f"engine.max_context = {max_context} exceeds the {limit} positions of {type(model).__name__}")
+            raise ModelError(f"engine.max_context = {max_context} exceeds the {limit} tokens that {type(model).__name__} can take here")
         attach(model.eval())
         self.engine_id = engine_id
         self.slots = slots
@@ -59,7 +60,7 @@ class EmbeddedEngine:
         self._stream_options = {
             "slots": slots,
             "max_context": max_context,
-            "pad_to": MIN_ROWS if row_invariant else slots,
+            "min_rows": min_rows,
             "prefill_budget": prefill_budget,
         }
         self._live = Stream(model, **self._stream_options)

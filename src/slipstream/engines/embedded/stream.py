@@ -48,15 +48,15 @@ class Decoded(NamedTuple):
 class Stream:
     """Sequences on one model object. Not thread-safe: one loop calls it between its own waits.
 
-    `pad_to` is the least number of rows of a decode pass; `prefill_budget` the prompt tokens after which admission waits for the
+    `min_rows` is the least number of rows of a decode pass; `prefill_budget` the prompt tokens after which admission waits for the
     next tick (the first prompt of a tick always goes in), so that running sequences are not held up for long.
     """
 
-    def __init__(self, model: PreTrainedModel, *, slots: int, max_context: int, pad_to: int = MIN_ROWS, prefill_budget: int = 1024):
+    def __init__(self, model: PreTrainedModel, *, slots: int, max_context: int, min_rows: int = MIN_ROWS, prefill_budget: int = 1024):
         self.model = model
         self.waiting: dict[int, Sequence] = {}  # by handle, in order of submission
         self._slots: list[Sequence | None] = [None] * slots
-        self._pad_to = max(pad_to, MIN_ROWS)
+        self._min_rows = max(min_rows, MIN_ROWS)
         self._prefill_budget = prefill_budget
         # Each running sequence holds at most blocks_per_sequence blocks, and its group's prompt one partial block more.
         blocks_per_sequence = -(-max_context // BLOCK_TOKENS)
@@ -156,7 +156,7 @@ class Stream:
     def _forward(self, rows: np.ndarray) -> torch.Tensor:
         """Logits [R, V] after the last token of each row."""
         device = self.model.device
-        padding = max(0, self._pad_to - len(rows))
+        padding = max(0, self._min_rows - len(rows))
         position = np.pad(self._position[rows], (0, padding))  # padding feeds token 0 at position 0 of the null block
         num_blocks = int(position.max()) // BLOCK_TOKENS + 1
         table = np.pad(self._table[rows, :num_blocks], ((0, padding), (0, 0)))
