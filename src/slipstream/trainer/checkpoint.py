@@ -21,8 +21,8 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import safe_open, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from slipstream.checkpoint_files import describe_files, fsync, verify_checkpoint, write_bytes, write_manifest
 from slipstream.errors import CheckpointError
@@ -103,7 +103,10 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], aliases: Ma
         name: TensorEntry(_dtype_name(t.dtype), tuple(t.shape), (Shard(file, name, (0,) * t.ndim, tuple(t.shape)),))
         for name, t in tensors.items()
     }
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / file)
+    try:
+        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / file)
+    except SafetensorError as error:  # a full disk, as safetensors says it
+        raise OSError(f"{folder / file}: {error}") from error
     fsync(folder / file)
     write_bytes(folder / INDEX, msgspec.json.encode(TensorIndex(entries, dict(aliases or {}))))
     fsync(folder)

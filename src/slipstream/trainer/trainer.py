@@ -52,7 +52,8 @@ class Trainer:
         model.requires_grad_(True)
         model.eval()
         if config.trainer.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # the older name
+            enable({"use_reentrant": False})  # type: ignore[operator]
             model.train()  # transformers recomputes only in training mode
         self.optimizer = Optimizer(model, config.trainer)
 
