@@ -202,9 +202,7 @@ def advice(config: Config) -> list[str]:
         out.append(f"evaluation.samples = {config.evaluation.samples} at temperature 0 gives that many equal answers")
     if config.trainer.warmup_steps >= config.trainer.steps:
         steps = config.trainer.steps
-        out.append(
-            f"trainer.warmup_steps = {config.trainer.warmup_steps} does not end within {steps} steps: the peak learning rate is never reached"
-        )
+        out.append(f"trainer.warmup_steps = {config.trainer.warmup_steps} is not over within {steps} steps: the peak rate is never reached")
     if config.engine.slots < config.rollout.group_size:
         out.append(
             f"engine.slots = {config.engine.slots} is less than one group of {config.rollout.group_size}: its rollouts take turns, and the "

@@ -161,10 +161,18 @@ def _limits(*metadata: Any) -> str:
 def accepts(annotation: Any, value: Any) -> bool:
     """Whether a value has the right type for a key (limits aside)."""
     try:
-        TypeAdapter(annotation).validate_python(value)
+        TypeAdapter(_without_limits(annotation)).validate_python(value)
     except ValidationError:
         return False
     return True
+
+
+def _without_limits(annotation: Any) -> Any:
+    if get_origin(annotation) is Annotated:
+        return get_args(annotation)[0]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return Union[tuple(_without_limits(a) for a in get_args(annotation))]  # noqa: UP007  built at run time
+    return annotation
 
 
 def allows_none(annotation: Any) -> bool:

@@ -1,0 +1,122 @@
+"""Settings that exclude each other, each refused with its reason; and what the settings amount to in numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import Config, check_config
+from slipstream.config.arithmetic import arithmetic
+from slipstream.config.checks import BUILTIN_REWARDS, advice, check
+from slipstream.errors import ConfigError
+
+INLINE: dict[str, Any] = {"launch": "inline"}
+
+
+def make(**tables: Any) -> Config:
+    return Config.model_validate({"reward": [{"function": "exact"}], **tables})
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"rollout": {"group_size": 1}}, ("group_size = 1", "single rollout", ">= 2")),
+        ({"rollout": {"top_k": 5}}, ("top_k = 5", "vocabulary")),
+        ({"rollout": {"top_p": 0.9}}, ("top_p = 0.9", "vocabulary")),
+        ({"rollout": {"min_p": 0.1}}, ("min_p = 0.1", "vocabulary")),
+        ({"buffer": {"window": 2, "max_staleness": 0}}, ("window = 2", "max_staleness = 0")),
+        ({"buffer": {"window": 9, "max_staleness": 1}, "trainer": {"groups_per_step": 4}}, ("window = 9", "8 groups", "2 x 4")),
+        ({"run": {"deterministic": True}}, ("deterministic", 'launch = "inline"')),
+        ({"weight_sync": {"lag": 1}}, ("lag = 1", 'launch = "inline"')),
+        (INLINE | {"weight_sync": {"lag": 2}}, ("lag = 2", "max_staleness = 1", ">= 2")),
+        (INLINE | {"weight_sync": {"lag": 1}, "buffer": {"filter_zero_variance": True}}, ("lag = 1", "filter_zero_variance")),
+        ({"rollout": {"environment": "tools", "max_turns": 2}}, ("without tools",)),
+        ({"rollout": {"environment": "tools", "tools": ["math:sqrt"]}}, ("max_turns = 1", ">= 2")),
+        ({"rollout": {"environment": "tools", "tools": ["sqrt"], "max_turns": 2}}, ('"sqrt" names no tool',)),
+        ({"rollout": {"tools": ["math:sqrt"]}}, ("single_turn",)),
+        ({"rollout": {"max_turns": 3}}, ("max_turns = 3", "single_turn")),
+        ({"rollout": {"max_new_tokens": 64}, "engine": {"max_context": 64}}, ("max_new_tokens = 64", "64 - 64 = 0")),
+        ({"rollout": {"max_new_tokens": 5000}}, ("default max_context = 4096",)),
+        ({"reward": []}, ("no reward", "exact", "number", "regex", "rewards.py:function")),
+        ({"reward": [{"function": "exakt"}]}, ('did you mean "exact"?',)),
+        ({"reward": [{"function": "absent.py:score"}]}, ("there is no file", "absent.py")),
+        ({"reward": [{"function": "regex"}]}, ("pattern",)),
+        ({"reward": [{"function": "exact", "weight": 0}]}, ("weight of every reward is 0",)),
+        ({"reward": [{"function": "exact", "name": "a"}, {"function": "number", "name": "a"}]}, ('2 rewards are named "a"',)),
+        ({"model": {"chat_template": "absent.jinja"}}, ("absent.jinja", "Jinja")),
+    ],
+)
+def test_refused_with_the_reason(tables: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
+    conflicts = check(make(**tables), reward_given=False, base_folder=tmp_path)
+    assert len(conflicts) == 1, conflicts
+    for word in words:
+        assert word in conflicts[0].text
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {},
+        {"buffer": {"window": 8, "max_staleness": 1}},
+        {"buffer": {"window": 1, "max_staleness": 0}},
+        INLINE | {"weight_sync": {"lag": 1}, "run": {"deterministic": True}},
+        INLINE | {"weight_sync": {"lag": 0}, "buffer": {"max_staleness": 0}},
+        {"engine": {"slots": 1}},
+        {"rollout": {"environment": "tools", "tools": ["math:sqrt"], "max_turns": 2}},
+        {"rollout": {"max_new_tokens": 63}, "engine": {"max_context": 64}},
+        {"reward": [{"function": "exact", "weight": 0}, {"function": "number"}]},
+        {"model": {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}},
+    ],
+)
+def test_allowed(tables: dict[str, Any], tmp_path: Path) -> None:
+    assert check(make(**tables), reward_given=False, base_folder=tmp_path) == []
+
+
+def test_all_conflicts_are_raised_together_and_a_callable_needs_no_reward_table() -> None:
+    config = make(reward=[], rollout={"group_size": 1, "top_k": 1})
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, reward_given=True)
+    assert len(caught.value.problems) == 2
+    check_config(make(reward=[]), reward_given=True)
+
+
+def test_the_builtin_rewards_are_those_of_scoring() -> None:
+    from slipstream.scoring.builtin import BUILTIN_REWARDS as functions
+
+    assert set(BUILTIN_REWARDS) == set(functions)
+
+
+def test_arithmetic_of_the_settings() -> None:
+    config = make(
+        rollout={"group_size": 8, "max_new_tokens": 10},
+        trainer={"groups_per_step": 4, "steps": 100},
+        engine={"slots": 16, "max_context": 64},
+        data={"eval": 40},
+        evaluation={"every": 30},
+        checkpoint={"every": 50},
+    )
+    numbers = arithmetic(config, num_rows=200)
+    assert numbers.samples_per_step == 32 and numbers.samples == 3200
+    assert numbers.max_groups_in_flight == 8 and numbers.max_rollouts_in_flight == 64
+    assert (numbers.window, numbers.worst_staleness) == (2, 2)
+    assert numbers.max_new_tokens_per_step == 320 and numbers.kv_pool_tokens == 1024
+    assert numbers.evaluations == 5  # 0, 30, 60, 90, 100
+    assert numbers.checkpoints == 2
+    assert numbers.epochs == 2.0
+    first = numbers.lines()[0]
+    assert "4 groups x 8 rollouts = 32 samples per optimizer step, at most 8 groups in flight, worst staleness 2" in first
+
+
+def test_a_synchronous_run_has_no_staleness() -> None:
+    numbers = arithmetic(make(buffer={"max_staleness": 0}))
+    assert (numbers.window, numbers.worst_staleness, numbers.max_groups_in_flight) == (1, 0, 4)
+
+
+def test_advice_names_what_is_probably_not_meant() -> None:
+    assert advice(make(data={"eval": 4})) == []
+    config = make(evaluation={"samples": 4}, trainer={"steps": 5, "warmup_steps": 5}, engine={"slots": 2})
+    text = "\n".join(advice(config))
+    for word in ("data.eval", "evaluation.samples = 4", "warmup_steps = 5", "engine.slots = 2"):
+        assert word in text
