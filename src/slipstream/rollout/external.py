@@ -38,7 +38,7 @@ class TickedCalls:
         self._calls: dict[Key, tuple[asyncio.Task[Any], asyncio.Future[None]]] = {}
 
     @property
-    def outstanding(self) -> int:
+    def num_outstanding(self) -> int:
         """Calls made and not yet released."""
         return len(self._calls)
 
@@ -57,8 +57,8 @@ class TickedCalls:
             raise
         return task.result()
 
-    async def settle(self) -> int:
-        """Wait until every outstanding call has ended, then release them all in key order; how many there were.
+    async def settle(self) -> None:
+        """Wait until every outstanding call has ended, then release them all in key order.
 
         Each call has a deadline of its own (a scorer's, a rollout's), so this wait ends.
         """
@@ -68,7 +68,6 @@ class TickedCalls:
         for _, (_, released) in due:
             if not released.done():
                 released.set_result(None)
-        return len(due)
 
 
 async def _awaited(awaitable: Awaitable[T]) -> T:

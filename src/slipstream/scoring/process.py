@@ -26,25 +26,8 @@ START_TIMEOUT_S = 120.0  # the function's own imports included (torch takes a wh
 EXIT_TIMEOUT_S = 2.0
 
 # What a child sees of this process's environment.
-_PASSED_ON = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TZ") + (
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-    "LD_LIBRARY_PATH",
-    "SSL_CERT_FILE",
-)
-    "PATH",
-    "HOME",
-    "USER",
-    "LANG",
-    "LC_ALL",
-    "LC_CTYPE",
-    "TMPDIR",
-    "TZ",
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-    "LD_LIBRARY_PATH",
-    "SSL_CERT_FILE",
-)
+_PASSED_ON = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TZ")
+_PASSED_ON += ("PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
 
 
 class ProcessScorer:
@@ -159,7 +142,7 @@ class _Child:
             if answer.done() and answer.exception() is None:
                 return answer.result()
             code = await self._exit_code()
-            raise ScoringError(f"the process of reward {self._name!r} ended ({_describe(code)})")
+            raise ScoringError(f"reward {self._name!r} ended its process ({_describe(code)})")
         finally:
             answer.cancel()
 

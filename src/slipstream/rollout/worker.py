@@ -1,0 +1,249 @@
+"""The rollout worker: takes groups and evaluations from the controller, runs them on the engine, scores them, hands them back.
+
+    loop            consumes                      produces              waits for                    unblocked by
+    admit_groups    Work.assignments              a task per group      room for a group             a rollout that leaves the engine
+                                                                        controller.admit(room)       the gate opens, or the run stops
+    take_orders     Work.evaluation, Work.stop    an evaluation task    controller.admit(0)          an evaluation is due, or the run stops
+    recorder        sampled tokens                controller.progress   64 tokens or the end of one  engine frames
+    a group         its assignment                finish_group          engine, environments,        frames, replies, scores;
+                                                                        scorers                      each with a deadline
+    an evaluation   its EvalTask                  finish_evaluation     the same                     the same
+
+All are tasks of one TaskGroup: the first that fails ends the run with its own error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slipstream.config.settings import Config
+from slipstream.environments import make_environment as environment_from_settings
+from slipstream.errors import PeerLost
+from slipstream.protocols import ControllerAPI, EngineClient, Environment, Scorer
+from slipstream.rollout.activity import Progress, WatchedCalls
+from slipstream.rollout.evaluation import run_evaluation
+from slipstream.rollout.external import ExternalCalls, FreeCalls
+from slipstream.rollout.group import GroupRunner
+from slipstream.rollout.prefixes import PrefixRecorder
+from slipstream.rollout.rendering import Renderer
+from slipstream.rollout.rollout import RolloutRunner
+from slipstream.scoring.score import close_scorers, start_scorers
+from slipstream.types import Assignment, EvalTask, Group, Sampling, Work
+
+LOOK_AHEAD_GROUPS = 1  # admitted beyond the engine's slots, so that a slot that comes free finds a request waiting
+
+
+class RolloutWorker:
+    """Runs groups until the controller or `stop` ends it; `run` may be called again after that.
+
+    controller, engine: clients of the other roles. tokenizer: as transformers gives it. scorers: see `scoring.scorers.make_scorers`;
+    `close` closes them. external: how scorers and environments are called (TickedCalls in deterministic runs). progress: where the worker
+    says what it owes. stop_token_ids: those of tokenizer, template and `generation_config` by default. max_context: tokens of prompt and
+    completion that the engine can hold. capacity_groups: groups at work at most, engine slots aside. make_environment: row to environment,
+    by the settings by default.
+    """
+
+    def __init__(
+        self,
+        controller: ControllerAPI,
+        engine: EngineClient,
+        tokenizer: Any,
+        config: Config,
+        scorers: Sequence[Scorer],
+        *,
+        max_context: int,
+        external: ExternalCalls | None = None,
+        progress: Progress | None = None,
+        seed: int | None = None,
+        stop_token_ids: tuple[int, ...] | None = None,
+        generation_config: Any = None,
+        capacity_groups: int | None = None,
+        make_environment: Callable[[dict[str, Any]], Environment] | None = None,
+    ):
+        self._controller, self._engine, self._config, self._scorers = controller, engine, config, list(scorers)
+        self._renderer = Renderer(tokenizer, max_context)
+        self.stop_token_ids = self._renderer.stop_token_ids(generation_config) if stop_token_ids is None else stop_token_ids
+        self._recorder = PrefixRecorder(controller)
+        self._capacity_groups = capacity_groups
+        calls = external or FreeCalls()
+        if progress is not None:
+            calls = WatchedCalls(calls, progress, _longest_call_s(config))
+        rollouts = RolloutRunner(
+            engine,
+            self._renderer,
+            config,
+            calls,
+            make_environment or (lambda row: environment_from_settings(config, row)),
+            self._recorder,
+            stop_token_ids=self.stop_token_ids,
+            seed=config.run.seed if seed is None else seed,
+        )
+        self._groups = GroupRunner(rollouts, self._scorers, calls, deterministic=config.run.deterministic)
+        self._begin()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences that a person should read (a model without a chat template, say)."""
+        return tuple(self._renderer.notes)
+
+    @property
+    def evaluating(self) -> bool:
+        """An evaluation is under way."""
+        return self._evaluation is not None and not self._evaluation.done()
+
+    @property
+    def num_running_groups(self) -> int:
+        return len(self._running)
+
+    async def run(self) -> None:
+        """Work until stopped. Raises the error of whatever task failed first; ConfigError for a reward that does not load."""
+        self._begin()
+        failed: BaseException | None = None
+        try:
+            await start_scorers(self._scorers)
+            await self._work()
+        except BaseExceptionGroup as errors:
+            failed = _own_error(errors)
+        finally:
+            self._stopped.set()
+        if failed is not None:
+            raise failed
+
+    async def stop(self, grace_s: float) -> None:
+        """Admit nothing more; let what runs go on for `grace_s` seconds; then cancel it and record its tokens. Returns when `run` does."""
+        self._grace_s = grace_s
+        self._stopping.set()
+        await self._stopped.wait()  # bounded: the grace, one call to the controller, and clean-ups with deadlines
+
+    async def save_prefixes(self) -> None:
+        """Record the tokens sampled so far in all running sequences."""
+        await self._recorder.flush()
+
+    async def close(self) -> None:
+        """Close the scorers."""
+        await close_scorers(self._scorers)
+
+    # ---- the loops
+
+    def _begin(self) -> None:
+        self._stopping, self._stopped, self._room_changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._grace_s = self._config.run.stop_grace_s
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._evaluation: asyncio.Task[None] | None = None
+        self._num_sequences = 0  # rollouts that hold, or wait for, an engine slot
+        self._recorder.reset()
+
+    async def _work(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            recorder = tasks.create_task(self._recorder.run(), name="record prefixes")
+            loops = [
+                tasks.create_task(self._admit_groups(), name="admit groups"),
+                tasks.create_task(self._take_orders(), name="take orders"),
+            ]
+            await self._stopping.wait()  # set by `stop` or by an order; a failed task cancels this wait
+            await _cancel(loops)
+            await self._end_running()
+            self._recorder.stop()
+            await asyncio.wait({recorder})
+            await self._recorder.flush()
+
+    async def _admit_groups(self) -> None:
+        while not self._stopping.is_set():
+            while (room := self._room()) < 1:
+                self._room_changed.clear()
+                await self._room_changed.wait()
+            self._take(await self._controller.admit(room))
+
+    async def _take_orders(self) -> None:
+        while not self._stopping.is_set():
+            self._take(await self._controller.admit(0))
+
+    async def _end_running(self) -> None:
+        """Give what runs its grace, then cancel it."""
+        running = [*self._running.values(), *([self._evaluation] if self._evaluation is not None else [])]
+        if running and self._grace_s > 0:
+            await asyncio.wait(running, timeout=self._grace_s)
+        await _cancel(running)
+
+    def _room(self) -> int:
+        """Groups that may start: enough to fill the free engine slots, and a few more."""
+        size = self._config.rollout.group_size
+        free = self._config.engine.slots + LOOK_AHEAD_GROUPS * size - self._num_sequences
+        room = -(-free // size)
+        return room if self._capacity_groups is None else min(room, self._capacity_groups - len(self._running))
+
+    def _take(self, work: Work) -> None:
+        for assignment in work.assignments:
+            self._num_sequences += self._config.rollout.group_size
+            task = self._tasks.create_task(self._run_group(assignment), name=f"group {assignment.group_id}")
+            self._running[assignment.group_id] = task
+        if work.evaluation is not None:
+            assert not self.evaluating, "the controller orders one evaluation at a time"
+            self._evaluation = self._tasks.create_task(self._evaluate(work.evaluation), name=f"evaluation {work.evaluation.number}")
+        if work.stop:
+            self._stopping.set()
+
+    # ---- what they start
+
+    async def _run_group(self, assignment: Assignment) -> None:
+        group = Group(
+            group_id=assignment.group_id,
+            attempt=assignment.attempt,
+            draw=assignment.draw,
+            row=assignment.row,
+            min_version=assignment.min_version,
+        )
+        rollout = self._config.rollout
+        group = await self._groups.run(group, rollout.group_size, _sampling(self._config), assignment.prefixes, self._free_sequence)
+        await self._recorder.close_group(group.group_id)
+        await self._controller.finish_group(group)
+        del self._running[group.group_id]
+        self._room_changed.set()
+
+    async def _evaluate(self, task: EvalTask) -> None:
+        result = await run_evaluation(task, self._engine, self._groups, self._config)
+        await self._controller.finish_evaluation(result)
+
+    def _free_sequence(self) -> None:
+        self._num_sequences -= 1
+        self._room_changed.set()
+
+
+def _sampling(config: Config) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        max_new_tokens=rollout.max_new_tokens,
+        stop_strings=tuple(rollout.stop),
+    )
+
+
+def _longest_call_s(config: Config) -> float:
+    """The longest deadline of one call to a scorer or an environment."""
+    return max(config.rollout.timeout_s, *(reward.timeout_s for reward in config.reward), 30.0)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+
+
+def _own_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to report: the first one, lost peers last, since those are mostly a symptom."""
+    leaves: list[BaseException] = []
+    todo: list[BaseException] = [errors]
+    while todo:
+        error = todo.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            todo[:0] = error.exceptions
+        else:
+            leaves.append(error)
+    return next((error for error in leaves if not isinstance(error, PeerLost)), leaves[0])
