@@ -22,13 +22,22 @@ BLOCK_TOKENS = 16
 class KVPool:
     """Keys and values of every layer, [num_blocks, BLOCK_TOKENS, K, D] each. Block 0 is the null block: padding reads and writes it.
 
-    A layer's tensors are made when it first writes, in the shape it writes, so the pool needs to know nothing of the model. They
-    start as zeros: pages of them that no sequence has used cost no memory on the CPU.
+    A layer's tensors are made when it first writes, in the shape it writes, so the pool needs to know nothing of the model. They are
+    zeros, so that unused positions are finite: a masked key's weight is 0, and 0 times NaN is not.
     """
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def reserve(self, num_blocks: int) -> None:
+        """Have at least so many blocks. Growth doubles, so memory follows what is used and not what could be."""
+        if num_blocks <= self.num_blocks:
+            return
+        self.num_blocks = max(num_blocks, 2 * self.num_blocks)
+        for layer, pair in self._layers.items():
+            key, value = (torch.cat([t, t.new_zeros(self.num_blocks - len(t), *t.shape[1:])]) for t in pair)
+            self._layers[layer] = (key, value)
 
     @property
     def num_bytes(self) -> int:

@@ -19,7 +19,7 @@ from slipstream.errors import ModelError
 from slipstream.models.attention import attach
 from slipstream.models.head import base_model, head_logits
 from slipstream.models.layout import PackedLayout, Segment
-from slipstream.models.support import check_supported, context_limit
+from slipstream.models.support import check_supported, context_limit, num_embeddings
 from slipstream.types import GenerateRequest, Purpose, Sampling
 
 _NEW_TOKENS = 4
@@ -110,8 +110,7 @@ def _prompts(model: PreTrainedModel, max_context: int) -> list[np.ndarray]:
     longest = min(room, max(binding, default=0) + _PROMPT_LENGTHS[0])
     lengths = (longest, *(min(n, room) for n in _PROMPT_LENGTHS[1:]))
     rng = np.random.default_rng(0)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    return [rng.integers(0, vocabulary, size=n).astype(np.int32) for n in lengths]
+    return [rng.integers(0, num_embeddings(model), size=n).astype(np.int32) for n in lengths]
 
 
 def _request(group: int, sample: int, prompt: np.ndarray) -> GenerateRequest:

@@ -63,3 +63,8 @@ def context_limit(config: Any) -> int | None:
         if parameters.get("rope_type") in _DYNAMIC_ROPE:
             limits.append(parameters.get("original_max_position_embeddings"))
     return min((limit for limit in limits if limit), default=None)
+
+
+def num_embeddings(model: Any) -> int:
+    """Rows of a model's input embedding: the token ids it takes are below this."""
+    return int(model.get_input_embeddings().weight.shape[0])

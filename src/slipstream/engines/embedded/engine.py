@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
+from functools import partial
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -17,7 +18,7 @@ from slipstream.engines.embedded.sequence import Decode, Sequence, check_request
 from slipstream.engines.embedded.stream import MIN_ROWS, Stream
 from slipstream.errors import ModelError
 from slipstream.models.attention import attach
-from slipstream.models.support import context_limit
+from slipstream.models.support import context_limit, num_embeddings
 from slipstream.types import Frame, GenerateRequest, Purpose, StopReason
 
 PINNED_EVERY = 4  # while training sequences run, at most every 4th tick is a pinned one
@@ -56,14 +57,9 @@ class EmbeddedEngine:
         self.checksum = ""
         self._seed = seed
         self._decode = decode
-        self._vocabulary = model.get_input_embeddings().weight.shape[0]
-        self._stream_options = {
-            "slots": slots,
-            "max_context": max_context,
-            "min_rows": min_rows,
-            "prefill_budget": prefill_budget,
-        }
-        self._live = Stream(model, **self._stream_options)
+        self._num_embeddings = num_embeddings(model)
+        self._new_stream = partial(Stream, slots=slots, max_context=max_context, min_rows=min_rows, prefill_budget=prefill_budget)
+        self._live = self._new_stream(model)
         self._pinned: _Pinned | None = None
         self._sequences: dict[int, tuple[Stream, Sequence]] = {}
         self._handles: dict[tuple, int] = {}
@@ -94,7 +90,7 @@ class EmbeddedEngine:
         """
         if request.key in self._handles:
             return self._handles[request.key]
-        check_request(request, self.max_context, self._vocabulary)
+        check_request(request, self.max_context, self._num_embeddings)
         stream = self._live
         if request.purpose is Purpose.EVAL:
             if self._pinned is None:
@@ -182,7 +178,7 @@ class EmbeddedEngine:
         if self._pinned is not None:
             raise ValueError(f"version {self._pinned.version[1]} is pinned already; one evaluation at a time")
         model = self.model if share else copy.deepcopy(self.model).requires_grad_(False)
-        self._pinned = _Pinned(Stream(model, **self._stream_options), self.version)
+        self._pinned = _Pinned(self._new_stream(model), self.version)
         return (*self.version, self.checksum)
 
     def unpin(self) -> float:

@@ -26,6 +26,7 @@ from slipstream.models.layout import PagedLayout
 from slipstream.models.paged_attention import BLOCK_TOKENS, KVPool
 from slipstream.types import StopReason
 
+_FIRST_BLOCKS = 4  # per slot: what the pool starts with
 MIN_ROWS = 4  # below, the CPU's matrix product takes another kernel with another rounding
 
 
@@ -61,7 +62,7 @@ class Stream:
         # Each running sequence holds at most blocks_per_sequence blocks, and its group's prompt one partial block more.
         blocks_per_sequence = -(-max_context // BLOCK_TOKENS)
         num_blocks = slots * (blocks_per_sequence + 1) + 1
-        self.pool = KVPool(num_blocks)
+        self.pool = KVPool(min(num_blocks, slots * _FIRST_BLOCKS + 1))
         self.blocks = BlockAllocator(num_blocks)
         self.prompts = PromptStore(self.blocks)
         self._table = np.zeros((slots, blocks_per_sequence), dtype=np.int64)  # [S, blocks]; 0 is the null block
@@ -244,8 +245,10 @@ class Stream:
 
     def _take(self, sequence: Sequence) -> int:
         while not self.blocks.num_free:
-            assert self.prompts.evict_one(keep=sequence.prompt_key), "the pool is sized for every slot at max_context"
-        return self.blocks.take()
+            assert self.prompts.evict_one(keep=sequence.prompt_key), "there are blocks for every slot at max_context"
+        block = self.blocks.take()
+        self.pool.reserve(block + 1)
+        return block
 
     def _vacate(self, sequence: Sequence) -> None:
         slot = sequence.slot
