@@ -15,7 +15,7 @@ All are tasks of one TaskGroup: the first that fails ends the run with its own e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from slipstream.config.settings import Config
@@ -82,6 +82,7 @@ class RolloutWorker:
         )
         self._groups = GroupRunner(rollouts, self._scorers, calls, deterministic=config.run.deterministic)
         self._begin()
+        self._stopped.set()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -91,7 +92,7 @@ class RolloutWorker:
     @property
     def evaluating(self) -> bool:
         """An evaluation is under way."""
-        return self._evaluation is not None and not self._evaluation.done()
+        return bool(self._evaluations)
 
     @property
     def num_running_groups(self) -> int:
@@ -130,8 +131,9 @@ class RolloutWorker:
     def _begin(self) -> None:
         self._stopping, self._stopped, self._room_changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._grace_s = self._config.run.stop_grace_s
-        self._running: dict[int, asyncio.Task[None]] = {}
-        self._evaluation: asyncio.Task[None] | None = None
+        self._running: set[asyncio.Task[None]] = set()
+        self._evaluations: set[asyncio.Task[None]] = set()
+        self._pinning = asyncio.Lock()
         self._num_sequences = 0  # rollouts that hold, or wait for, an engine slot
         self._recorder.reset()
 
@@ -163,7 +165,7 @@ class RolloutWorker:
 
     async def _end_running(self) -> None:
         """Give what runs its grace, then cancel it."""
-        running = [*self._running.values(), *([self._evaluation] if self._evaluation is not None else [])]
+        running = [*self._running, *self._evaluations]
         if running and self._grace_s > 0:
             await asyncio.wait(running, timeout=self._grace_s)
         await _cancel(running)
@@ -178,13 +180,16 @@ class RolloutWorker:
     def _take(self, work: Work) -> None:
         for assignment in work.assignments:
             self._num_sequences += self._config.rollout.group_size
-            task = self._tasks.create_task(self._run_group(assignment), name=f"group {assignment.group_id}")
-            self._running[assignment.group_id] = task
+            self._start(self._run_group(assignment), f"group {assignment.group_id}", self._running)
         if work.evaluation is not None:
-            assert not self.evaluating, "the controller orders one evaluation at a time"
-            self._evaluation = self._tasks.create_task(self._evaluate(work.evaluation), name=f"evaluation {work.evaluation.number}")
+            self._start(self._evaluate(work.evaluation), f"evaluation {work.evaluation.number}", self._evaluations)
         if work.stop:
             self._stopping.set()
+
+    def _start(self, coroutine: Coroutine[Any, Any, None], name: str, into: set[asyncio.Task[None]]) -> None:
+        task = self._tasks.create_task(coroutine, name=name)
+        into.add(task)
+        task.add_done_callback(lambda ended: (into.discard(ended), self._room_changed.set()))
 
     # ---- what they start
 
@@ -200,12 +205,11 @@ class RolloutWorker:
         group = await self._groups.run(group, rollout.group_size, _sampling(self._config), assignment.prefixes, self._free_sequence)
         await self._recorder.close_group(group.group_id)
         await self._controller.finish_group(group)
-        del self._running[group.group_id]
-        self._room_changed.set()
 
     async def _evaluate(self, task: EvalTask) -> None:
-        result = await run_evaluation(task, self._engine, self._groups, self._config)
-        await self._controller.finish_evaluation(result)
+        async with self._pinning:  # one at a time: the engine has one copy; bounded by evaluation.timeout_s
+            result = await run_evaluation(task, self._engine, self._groups, self._config)
+            await self._controller.finish_evaluation(result)
 
     def _free_sequence(self) -> None:
         self._num_sequences -= 1
