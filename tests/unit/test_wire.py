@@ -326,7 +326,7 @@ def test_time_in_which_the_callers_own_loop_was_blocked_does_not_count():
         real = loop.time
         loop.time = lambda: real() + skew  # type: ignore[method-assign]
         future = loop.create_future()
-        waiting = asyncio.create_task(wire._within(future, 3.0, "the test"))
+        waiting = asyncio.create_task(wire.within(future, 3.0, "the test"))
         await asyncio.sleep(0)
         skew = 600.0  # a step of ten minutes
         loop.call_later(0.2, future.set_result, "answer")

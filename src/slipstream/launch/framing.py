@@ -38,7 +38,7 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._cause: str | None = None
-        self._full = False  # more than the high-water mark is unsent
+        self._full = True  # not connected yet, or more than the high-water mark is unsent
         self._waiting: deque[asyncio.Future[None]] = deque()  # senders, until there is room
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -121,6 +121,7 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES)
+        self.resume_writing()
 
     def pause_writing(self) -> None:
         self._full = True

@@ -302,7 +302,7 @@ class RemoteController(ControllerAPI):
         self._pending[call_id] = future
         try:
             await self.link.send(_header_encoder.encode(header), body)
-            answer = await _within(future, deadline_s, f"{self.link.peer} to answer {what}")
+            answer = await within(future, deadline_s, f"{self.link.peer} to answer {what}")
         except (asyncio.CancelledError, DeadlineExceeded):
             self._call_off(call_id, what, future)
             raise
@@ -380,7 +380,7 @@ async def connect(path: str, role: str, *, peer: str = "the controller") -> Remo
 # ---- pieces --------------------------------------------------------------------------------------------------------------------
 
 
-async def _within(future: asyncio.Future[Any], deadline_s: float, what: str) -> Any:
+async def within(future: asyncio.Future[Any], deadline_s: float, what: str) -> Any:
     """The future's result. DeadlineExceeded after `deadline_s` seconds, in which time that our own loop was blocked does not count:
     a trainer comes back from a long step to an answer that has been lying in the socket for minutes."""
     slices = itertools.count() if math.isinf(deadline_s) else range(math.ceil(deadline_s))
