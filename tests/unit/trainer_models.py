@@ -61,21 +61,20 @@ def make_rollout(rng: np.random.Generator, group_id: int, sample: int, prompt: n
     mask = np.zeros(total, dtype=bool)
     mask[len(prompt) :] = rng.random(length) > 1 / 6
     mask[-1] = True
-    logprobs = np.where(mask, -rng.uniform(2.0, 6.0, total), 0.0).astype(np.float32)
-    defaults = {
+    logprobs = np.zeros(total, dtype=np.float32)
+    logprobs[len(prompt) :] = -rng.uniform(2.0, 6.0, length)
+    made = {
+        "group_id": group_id,
+        "sample": sample,
+        "prompt_length": len(prompt),
+        "token_ids": np.concatenate([prompt, sampled]).astype(np.int32),
+        "logprobs": logprobs,
+        "loss_mask": mask,
         "reward": float(rng.random()),
         "spans": (Span(len(prompt), total, 1, version, "e0"),),
         "turns": (Turn(start=len(prompt), end=total, role="assistant", sampling=Sampling(temperature=1.0)),),
     }
-    return Rollout(
-        group_id=group_id,
-        sample=sample,
-        prompt_length=len(prompt),
-        token_ids=np.concatenate([prompt, sampled]).astype(np.int32),
-        logprobs=logprobs,
-        loss_mask=mask,
-        **{**defaults, **fields},
-    )
+    return Rollout(**{**made, **fields})
 
 
 def make_group(rollouts: list[Rollout]) -> Group:

@@ -1,0 +1,88 @@
+"""The model's own head on hidden states, in chunks, recomputed or not."""
+
+import pytest
+import torch
+from trainer_models import ARCHITECTURES, VOCABULARY, eager_twin, tiny_model
+
+from slipstream.errors import ModelError
+from slipstream.models.head import base_model, head_logits
+from slipstream.trainer.logprobs import HeadRows, token_logprobs
+
+# Heads with soft caps and logit scales: lm_head alone is wrong for these.
+HEADS = {**dict.fromkeys(ARCHITECTURES), "cohere": {"logit_scale": 0.5}, "granite": {"logits_scaling": 5.0}}
+
+
+@pytest.fixture(params=HEADS)
+def model(request):
+    return eager_twin(tiny_model(request.param, **(HEADS[request.param] or {})))
+
+
+def hidden_and_logits(model, num_tokens=20):
+    ids = torch.randint(3, VOCABULARY, (1, num_tokens), generator=torch.Generator().manual_seed(1))
+    output = model(input_ids=ids, output_hidden_states=True)
+    return base_model(model)(input_ids=ids).last_hidden_state[0], output.logits[0]
+
+
+@torch.no_grad()
+def test_equals_the_models_own_logits(model):
+    hidden, logits = hidden_and_logits(model)
+    assert torch.equal(head_logits(model, hidden), logits)
+
+
+@torch.no_grad()
+def test_lm_head_alone_would_be_wrong():
+    for kind in ("gemma2", "cohere", "granite"):
+        model = eager_twin(tiny_model(kind, **(HEADS[kind] or {})))
+        hidden, logits = hidden_and_logits(model)
+        assert (model.lm_head(hidden) - logits).abs().max() > 0.1, kind
+
+
+def head_rows(num_tokens=20, tokens_per_row=2, temperature=0.7):
+    generator = torch.Generator().manual_seed(2)
+    positions = torch.randperm(num_tokens, generator=generator)[: num_tokens // 2].sort().values
+    row = torch.arange(len(positions)).repeat_interleave(tokens_per_row)
+    targets = torch.randint(0, VOCABULARY, (len(row),), generator=generator)
+    return HeadRows(positions, torch.full((len(positions),), temperature), row, targets)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 3, 10, 100])
+def test_chunks_equal_full_logits(model, chunk_rows):
+    rows = head_rows()
+    hidden, logits = hidden_and_logits(model)
+    full = (logits / 0.7).log_softmax(-1)[rows.positions[rows.row]]
+    expected = full.gather(1, rows.target_ids[:, None])[:, 0]
+    weight = torch.linspace(-1, 1, len(expected))
+    model.zero_grad()
+    (expected * weight).sum().backward()
+    reference = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    hidden, _ = hidden_and_logits(model)
+    logprob, entropy = token_logprobs(model, hidden, rows, chunk_rows)
+    model.zero_grad()
+    (logprob * weight).sum().backward()
+    assert torch.allclose(logprob, expected, atol=1e-5)
+    assert torch.allclose(entropy, -(full.exp() * full).sum(-1), atol=1e-4)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, reference[name], rtol=1e-4, atol=1e-5 * reference[name].abs().max().item()), name
+
+
+def test_no_more_rows_of_logits_than_a_chunk_at_once(monkeypatch):
+    seen = []
+    model = eager_twin(tiny_model("llama"))
+    monkeypatch.setattr("slipstream.trainer.logprobs.head_logits", lambda m, h: (seen.append(len(h)), head_logits(m, h))[1])
+    hidden, _ = hidden_and_logits(model)
+    logprob, _ = token_logprobs(model, hidden, head_rows(), 4)
+    logprob.sum().backward()
+    assert seen == [4, 4, 2, 2, 4, 4]  # forward, then again in the backward pass
+
+
+def test_the_model_itself_is_left_alone():
+    model = eager_twin(tiny_model("llama"))
+    body = model.model
+    head_logits(model, torch.zeros(3, 32))
+    assert model.model is body and base_model(model) is body
+
+
+def test_no_causal_lm():
+    with pytest.raises(ModelError, match="no separate body"):
+        base_model(torch.nn.Linear(2, 2))

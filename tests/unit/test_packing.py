@@ -1,0 +1,165 @@
+"""Packing: what is laid where, what predicts what, what is refused."""
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from trainer_models import VOCABULARY, batch_of, make_batch, make_group, make_rollout
+
+from slipstream.errors import DataError, StalenessError
+from slipstream.trainer.packing import pack, token_table
+from slipstream.types import Sampling, Span, Turn
+
+
+def table(batch, max_staleness=1, mask_stale=True):
+    count = sum(len(g.rollouts) for g in batch.groups)
+    return token_table(batch, np.arange(count, dtype=float), max_staleness=max_staleness, mask_stale=mask_stale)
+
+
+def facts(micro_batches):
+    """{(rollout, occurrence): (target, logprob, advantage, mask, staleness, temperature, predictor's token)} over all micro-batches."""
+    out = []
+    for m in micro_batches:
+        predictor = m.input_ids[0, m.rows.positions[m.rows.row]]
+        temperature = m.rows.temperature[m.rows.row]
+        columns = (m.rollout_index, m.rows.target_ids, m.sampler_logprob, m.advantage, m.mask, m.staleness, temperature, predictor)
+        out += zip(*(c.tolist() for c in columns), strict=True)
+    return sorted(out)
+
+
+def expected_facts(batch, max_staleness=1):
+    out, index = [], 0
+    for group in batch.groups:
+        for r in group.rollouts:
+            for t in np.flatnonzero(r.loss_mask):
+                stale = int(batch.step - r.model_versions()[t])
+                temperature = next(turn.sampling.temperature for turn in r.turns if turn.start <= t < turn.end)
+                fact = (index, r.token_ids[t], r.logprobs[t], index, float(stale <= max_staleness), stale, temperature, r.token_ids[t - 1])
+                out.append(tuple(x.item() if hasattr(x, "item") else x for x in fact))
+            index += 1
+    return sorted(out)
+
+
+@pytest.mark.parametrize("max_tokens", [16, 25, 40, 10_000])
+def test_every_trained_token_once_with_its_own_facts(max_tokens):
+    batch = make_batch(step=3, groups=4, samples=5, version=2)
+    micro_batches = pack(table(batch), max_tokens)
+    assert np.allclose(np.array(facts(micro_batches)), np.array(expected_facts(batch)))
+    assert len(facts(micro_batches)) == batch.num_loss_tokens
+
+
+@pytest.mark.parametrize("max_tokens", [26, 40, 60])
+def test_micro_batches_keep_to_their_size(max_tokens):
+    micro_batches = pack(table(make_batch(groups=4, samples=5)), max_tokens)
+    assert len(micro_batches) > 1
+    assert max(m.layout.num_tokens for m in micro_batches) <= max_tokens
+
+
+def test_a_rollout_longer_than_a_micro_batch_goes_alone():
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(3, VOCABULARY, 30).astype(np.int32)
+    batch = batch_of(0, [make_group([make_rollout(rng, 0, s, prompt, 5, 0) for s in range(3)])])
+    assert [len(set(m.rollout_index.tolist())) for m in pack(table(batch), 16)] == [1, 1, 1]
+
+
+def test_groups_stay_whole_where_they_fit():
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(3, VOCABULARY, 10).astype(np.int32)
+    groups = [make_group([make_rollout(rng, g, s, prompt, 6, 0) for s in range(4)]) for g in range(3)]
+    micro_batches = pack(table(batch_of(0, groups)), 40)  # a group takes 10 + 4 * 5 = 30
+    assert [sorted(set((m.rollout_index // 4).tolist())) for m in micro_batches] == [[0], [1], [2]]
+
+
+def test_shared_prompt_is_packed_once_and_its_last_token_predicts_all_first_tokens():
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(3, VOCABULARY, 10).astype(np.int32)
+    batch = batch_of(0, [make_group([make_rollout(rng, 0, s, prompt, 6, 0, loss_mask=np.arange(16) >= 10) for s in range(4)])])
+    (m,) = pack(table(batch), 1000)
+    assert m.layout.num_tokens == 10 + 4 * 5  # the last token of each predicts nothing, so it is not computed
+    assert m.position_ids[0].tolist() == list(range(10)) + 4 * list(range(10, 15))
+    assert torch.bincount(m.rows.row)[m.rows.positions == 9].tolist() == [4]
+    assert len(m.rows.positions) == 1 + 4 * 5
+
+
+def test_siblings_sampled_at_other_temperatures_have_their_own_logits():
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(3, VOCABULARY, 10).astype(np.int32)
+    turns = [(Turn(start=10, end=13, role="assistant", sampling=Sampling(temperature=t)),) for t in (0.5, 1.0)]
+    batch = batch_of(0, [make_group([make_rollout(rng, 0, s, prompt, 3, 0, turns=turns[s]) for s in range(2)])])
+    (m,) = pack(table(batch), 1000)
+    assert np.allclose(np.array(facts([m])), np.array(expected_facts(batch)))
+
+
+def test_rollouts_with_other_prompts_share_nothing():
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, VOCABULARY, 10).astype(np.int32) for _ in range(2)]
+    batch = batch_of(0, [make_group([make_rollout(rng, 0, s, prompts[s], 6, 0) for s in range(2)])])
+    (m,) = pack(table(batch), 1000)
+    assert len(m.layout.children[-1]) == 2 and m.layout.num_tokens == 30
+
+
+def test_a_rollout_with_nothing_to_train_is_not_computed():
+    batch = make_batch(groups=1, samples=3)
+    rollouts = list(batch.groups[0].rollouts)
+    rollouts[1] = msgspec.structs.replace(rollouts[1], loss_mask=np.zeros_like(rollouts[1].loss_mask))
+    (m,) = pack(table(batch_of(0, [make_group(rollouts)])), 1000)
+    assert set(m.rollout_index.tolist()) == {0, 2}
+
+
+def test_packing_is_a_pure_function():
+    batch = make_batch(groups=4, samples=5)
+    for a, b in zip(pack(table(batch), 40), pack(table(make_batch(groups=4, samples=5)), 40), strict=True):
+        assert torch.equal(a.input_ids, b.input_ids) and a.layout == b.layout
+        assert all(torch.equal(x, y) for x, y in zip(a.rows, b.rows, strict=True))
+
+
+# ---- staleness
+
+
+def two_versions(step=5, old=2):
+    """One group whose first rollout straddles a weight update."""
+    batch = make_batch(step=step, groups=1, samples=2)
+    rollouts = list(batch.groups[0].rollouts)
+    first = make_rollout(np.random.default_rng(1), 0, 0, rollouts[1].token_ids[:9], 8, step)
+    spans = (Span(9, 13, 1, old, "e0"), Span(13, 17, 1, step - 1, "e0"))
+    rollouts[0] = msgspec.structs.replace(first, spans=spans, loss_mask=np.arange(17) >= 9, logprobs=np.full(17, -1.0, np.float32))
+    return batch_of(step, [make_group(rollouts)])
+
+
+def test_stale_tokens_are_masked_or_kept():
+    batch = two_versions(step=5, old=2)
+    masked, kept = table(batch), table(batch, mask_stale=False)
+    assert masked[0].staleness.tolist() == [3] * 4 + [1] * 4
+    assert masked[0].mask.tolist() == [False] * 4 + [True] * 4
+    assert kept[0].mask.all() and kept[0].staleness.tolist() == masked[0].staleness.tolist()
+
+
+def test_a_token_from_the_future_is_refused():
+    with pytest.raises(StalenessError, match=r"group 0 sample 0: token 9 has version 6, newer than the trainer's 5"):
+        table(two_versions(step=5, old=6))
+
+
+# ---- what cannot be trained
+
+
+def broken(**fields):
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(3, VOCABULARY, 4).astype(np.int32)
+    rollout = make_rollout(rng, 7, 0, prompt, 3, 0, loss_mask=np.arange(7) >= 4)
+    return batch_of(0, [make_group([msgspec.structs.replace(rollout, **fields)])])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logprobs": np.array([0, 0, 0, 0, -1, np.nan, -1], np.float32)}, "token 5 has sampler logprob nan"),
+        ({"logprobs": np.array([0, 0, 0, 0, -1, -np.inf, -1], np.float32)}, "token 5 has sampler logprob -inf"),
+        ({"logprobs": np.array([0, 0, 0, 0, -1, -1, 0.5], np.float32)}, "token 6 has sampler logprob 0.5"),
+        ({"spans": (Span(4, 6, 1, 0, "e0"),)}, "token 6 is in the loss but no weights sampled it"),
+        ({"loss_mask": np.ones(7, bool)}, "trains its first token"),
+        ({"turns": (Turn(start=4, end=7, role="assistant", sampling=Sampling(temperature=0.0)),)}, "sampled greedily"),
+    ],
+)
+def test_bad_tokens_are_named(fields, message):
+    with pytest.raises(DataError, match=message):
+        table(broken(**fields))
