@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 from pathlib import Path
 
 import pytest
 
-from slipstream.config import Config, load_config
+from slipstream.config import Config, load_config, load_tables
 from slipstream.config.keys import all_keys, find, nearest
 from slipstream.errors import ConfigError
 
@@ -203,3 +205,27 @@ def test_settings_are_frozen_and_finite() -> None:
         Config().trainer.steps = 5  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ValueError, match="finite"):
         Config.model_validate({"trainer": {"step_timeout_s": float("inf")}})
+
+
+def test_tables_from_python_are_judged_like_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded = load_tables({"trainer": {"betas": (0.5, 0.6)}, "data": {"train": "rows.jsonl"}}, reward_given=True)
+    assert loaded.config.trainer.betas == (0.5, 0.6) and loaded.config.data.train == str(tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError) as caught:
+        load_tables({"trainer": {"step": 5}, "rollout": {"top_k": 3}})
+    text = "\n".join(caught.value.problems)
+    assert len(caught.value.problems) == 3 and "did you mean trainer.steps?" in text and "top_k = 3" in text and "no reward" in text
+
+
+def test_what_neither_trains_nor_scores_needs_no_reward(tmp_path: Path) -> None:
+    write(tmp_path, "config.toml", "[rollout]\ngroup_size = 1\n")
+    assert load_config([tmp_path], checked=False).config.rollout.group_size == 1
+    assert len(problems_of([tmp_path], [])) == 2
+    with pytest.raises(ConfigError, match="allowed is"):
+        load_config([tmp_path], ["--trainer.steps=0"], checked=False)
+
+
+@pytest.mark.parametrize("module", ["load", "save"])
+def test_the_documented_examples_run(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"slipstream.config.{module}"))
+    assert result.attempted > 0 and result.failed == 0

@@ -1,6 +1,6 @@
 """Settings: one pydantic tree = one TOML file. Imports no torch."""
 
-from slipstream.config.load import LoadedConfig, check_config, load_config
+from slipstream.config.load import LoadedConfig, check_config, load_config, load_tables
 from slipstream.config.resume import check_resume, compare_for_resume
 from slipstream.config.save import save_config, settings_hash, to_toml
 from slipstream.config.settings import Config
@@ -12,6 +12,7 @@ __all__ = [
     "check_resume",
     "compare_for_resume",
     "load_config",
+    "load_tables",
     "save_config",
     "settings_hash",
     "to_toml",

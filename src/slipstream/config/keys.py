@@ -63,8 +63,13 @@ class Place:
     free: bool = False
 
     @property
+    def annotation(self) -> Any:
+        """The type of what may stand here."""
+        return self.field.annotation if self.field is not None else self.table or Any
+
+    @property
     def is_flag(self) -> bool:
-        return self.field is not None and self.field.annotation is bool
+        return self.annotation is bool
 
     @property
     def is_list_of_tables(self) -> bool:

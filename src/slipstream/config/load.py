@@ -7,16 +7,17 @@ overrides ┘
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from slipstream.config.checks import Conflict, check
 from slipstream.config.explain import explain, without
 from slipstream.config.keys import KeyPath, dotted
-from slipstream.config.layers import Layers
+from slipstream.config.layers import Layers, with_absolute_files
 from slipstream.config.paths import resolve_path
 from slipstream.config.settings import Config
 from slipstream.errors import ConfigError
@@ -35,11 +36,14 @@ class LoadedConfig:
         return resolve_path(value, self.base_folder)
 
 
-def load_config(paths: Sequence[Path | str], overrides: Sequence[str] = (), *, reward_given: bool = False) -> LoadedConfig:
+def load_config(
+    paths: Sequence[Path | str], overrides: Sequence[str] = (), *, reward_given: bool = False, checked: bool = True
+) -> LoadedConfig:
     """Read a run file, overlays over it, and command-line overrides over both.
 
     A path may also be a run folder, whose `config.toml` is meant. Tables merge key by key; lists, and tables whose `type` changes,
-    are replaced. `reward_given`: a callable comes as the reward, so that the file needs none.
+    are replaced. `reward_given`: a callable comes as the reward, so that the file needs none. `checked = False` leaves out the
+    cross-field checks, for what neither trains nor scores (export, inspect).
 
     Raises ConfigError with every problem found: syntax, unknown keys, wrong types, limits, settings that exclude each other.
 
@@ -53,10 +57,24 @@ def load_config(paths: Sequence[Path | str], overrides: Sequence[str] = (), *, r
         layers.add_file(file)
     layers.add_overrides(list(overrides))
     base_folder = files[0].absolute().parent if files else Path.cwd()
-    config = None if layers.unreadable else _validate(layers, reward_given, base_folder)
-    if config is None or layers.problems:
-        raise ConfigError(layers.problems)
-    return LoadedConfig(config, {dotted(path): source for path, source in layers.sources.items()}, base_folder)
+    return _finish(layers, base_folder, reward_given, checked)
+
+
+def load_tables(tables: Mapping[str, Any], *, reward_given: bool = False) -> LoadedConfig:
+    """The same for settings given as a tree of plain values from Python; files are relative to the working directory.
+
+    >>> load_tables({"trainer": {"steps": 5}}, reward_given=True).config.trainer.steps
+    5
+    """
+    layers = Layers()
+    layers.merge(with_absolute_files(_plain(tables), (), Path.cwd()), "settings")
+    return _finish(layers, Path.cwd(), reward_given, True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def check_config(config: Config, *, reward_given: bool = False, base_folder: Path | None = None) -> None:
@@ -70,7 +88,14 @@ def _config_file(path: Path) -> Path:
     return path / "config.toml" if path.is_dir() else path
 
 
-def _validate(layers: Layers, reward_given: bool, base_folder: Path) -> Config | None:
+def _finish(layers: Layers, base_folder: Path, reward_given: bool, checked: bool) -> LoadedConfig:
+    config = None if layers.unreadable else _validate(layers, base_folder, reward_given, checked)
+    if config is None or layers.problems:
+        raise ConfigError(layers.problems)
+    return LoadedConfig(config, {dotted(path): source for path, source in layers.sources.items()}, base_folder)
+
+
+def _validate(layers: Layers, base_folder: Path, reward_given: bool, checked: bool) -> Config | None:
     """The config; what is wrong with it is added to `layers.problems`.
 
     Cross-field checks run even when some keys are wrong: on the config with those at their defaults, leaving out what concerns them.
@@ -82,7 +107,7 @@ def _validate(layers: Layers, reward_given: bool, base_folder: Path) -> Config |
         wrong = explain(error, layers)
         layers.problems += wrong.values()
         config = without(layers.tree, set(wrong))
-    if config is not None:
+    if config is not None and checked:
         reward_wrong = any(path[:1] == ("reward",) for path in wrong)
         conflicts = check(config, reward_given=reward_given or reward_wrong, base_folder=base_folder)
         names = [dotted(path) for path in wrong]

@@ -82,7 +82,7 @@ def _normal(name: str) -> KeyPath:
 
 def read_value(text: str, place: Place) -> Any:
     """A command-line value as the key's type reads it: TOML where that fits, else the text itself."""
-    annotation = place.field.annotation if place.field else Any
+    annotation = place.annotation
     if text.lower() == "none" and allows_none(annotation):
         return None
     if place.is_flag and text.lower() in ("true", "false"):
