@@ -7,7 +7,7 @@ model does, not its best day. `slipstream samples` shows them by step, best or w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,13 @@ class SamplesFile:
 
     def write_step(self, step: int, incarnation: int, groups: tuple[Group, ...]) -> None:
         for group, rollout in pick_rollouts(step, groups, self._per_step):
-            self._lines.write(_of_rollout(step, incarnation, group, rollout))
+            self._lines.write(asdict(sample_of(step, incarnation, group, rollout)))
 
     def write_evaluation(self, result: EvalResult) -> None:
         for item in sorted(result.items, key=lambda i: i.row)[:EVALUATION_ITEMS]:
             if item.completions:
                 prompt = self._describe_item(item.row) if self._describe_item else ""
-                self._lines.write(_of_item(result, item, prompt))
+                self._lines.write(asdict(_sample_of_item(result, item, prompt)))
 
     def close(self) -> None:
         self._lines.close()
@@ -100,38 +100,39 @@ def best(samples: list[Sample], count: int, *, worst: bool = False) -> list[Samp
     return sorted(scored, key=lambda s: ((s.reward or 0.0) * (1 if worst else -1), -s.step))[:count]
 
 
-def _of_rollout(step: int, incarnation: int, group: Group, rollout: Rollout) -> dict[str, Any]:
+def sample_of(step: int, incarnation: int, group: Group, rollout: Rollout) -> Sample:
+    """A rollout as text."""
     oldest, newest = rollout.oldest_version, rollout.newest_version
-    return {
-        "kind": "train",
-        "step": step,
-        "incarnation": incarnation,
-        "group_id": group.group_id,
-        "sample": rollout.sample,
-        "prompt": prompt_text(group.prompt),
-        "completion": rollout.completion,
-        "reward": rollout.reward,
-        "parts": {s.name: s.value for s in rollout.scores} | {f"{s.name}/{k}": v for s in rollout.scores for k, v in s.parts.items()},
-        "versions": None if oldest is None else [oldest, newest],
-        "num_tokens": rollout.num_sampled_tokens,
-        "stop_reason": None if rollout.stop_reason is None else rollout.stop_reason.value,
-        "error": rollout.error,
-    }
+    parts = {f"{score.name}/{name}": value for score in rollout.scores for name, value in score.parts.items()}
+    return Sample(
+        kind="train",
+        step=step,
+        incarnation=incarnation,
+        group_id=group.group_id,
+        sample=rollout.sample,
+        prompt=prompt_text(group.prompt),
+        completion=rollout.completion,
+        reward=rollout.reward,
+        parts={score.name: score.value for score in rollout.scores} | parts,
+        versions=None if oldest is None or newest is None else (oldest, newest),
+        num_tokens=rollout.num_sampled_tokens,
+        stop_reason=None if rollout.stop_reason is None else rollout.stop_reason.value,
+        error=rollout.error,
+    )
 
 
-def _of_item(result: EvalResult, item: EvalItem, prompt: str) -> dict[str, Any]:
-    return {
-        "kind": "evaluation",
-        "step": result.version,
-        "incarnation": result.incarnation,
-        "group_id": item.row,
-        "sample": 0,
-        "prompt": prompt,
-        "completion": item.completions[0],
-        "reward": item.rewards[0],
-        "parts": {},
-        "versions": [result.version, result.version],
-        "num_tokens": item.num_tokens[0],
-        "stop_reason": None,
-        "error": None,
-    }
+def _sample_of_item(result: EvalResult, item: EvalItem, prompt: str) -> Sample:
+    return Sample(
+        kind="evaluation",
+        step=result.version,
+        incarnation=result.incarnation,
+        group_id=item.row,
+        sample=0,
+        prompt=prompt,
+        completion=item.completions[0],
+        reward=item.rewards[0],
+        parts={},
+        versions=(result.version, result.version),
+        num_tokens=item.num_tokens[0],
+        stop_reason=None,
+    )

@@ -1,0 +1,52 @@
+"""`slipstream inspect`: where every group of a run went, and what its time and tokens were spent on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from slipstream.cli.arguments import add_json, run_folder
+
+if TYPE_CHECKING:
+    from slipstream.controller.state import RunState
+
+HELP = "show where every group of a run went, its staleness, waste and idle time"
+EPILOG = """examples:
+  slipstream inspect runs/quickstart-20250101-120000
+  slipstream inspect runs/quickstart-20250101-120000 --json
+
+Reads the ledger only, so it can be used while the run goes on."""
+TAKES_SETTINGS = False
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="FOLDER", type=Path, help="run folder")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from slipstream.observe.account import account, print_account
+
+    folder = run_folder(args.run)
+    numbers = account(read_state(folder))
+    console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False)
+    console.print(f"{folder}: {numbers['steps']} steps, incarnation {numbers['incarnation']}, checkpoints {numbers['checkpoints']}")
+    print_account(numbers, console)
+    if args.json:
+        print(json.dumps({"run_folder": str(folder), **numbers}))
+    return 0
+
+
+def read_state(folder: Path) -> RunState:
+    """The run's state as its ledger stands now."""
+    from slipstream.controller.ledger import LedgerReader
+    from slipstream.controller.run_folder import LEDGER
+    from slipstream.controller.state import fold
+
+    with LedgerReader.open(folder / LEDGER) as ledger:
+        return fold(event for *_, event in ledger.live_events())

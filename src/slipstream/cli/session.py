@@ -1,0 +1,111 @@
+"""A model, an engine and the scorers of a run in one process, without training: what rollout, eval and generate work with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from slipstream.cli.weights import load_trained
+from slipstream.config.settings import Config
+from slipstream.engines.embedded.client import InProcessClient
+from slipstream.engines.embedded.engine import EmbeddedEngine
+from slipstream.environments import make_environment
+from slipstream.models.loading import ModelInfo
+from slipstream.models.probe import probe
+from slipstream.rollout.external import FreeCalls
+from slipstream.rollout.group import GroupRunner
+from slipstream.rollout.rendering import Renderer
+from slipstream.rollout.rollout import RolloutRunner
+from slipstream.scoring.score import close_scorers, start_scorers
+from slipstream.scoring.scorers import make_scorers
+from slipstream.types import Draw, Group, Purpose, Sampling
+
+
+class Session:
+    """Samples and scores groups. Made by `open_session`."""
+
+    def __init__(self, info: ModelInfo, groups: GroupRunner, engine: EmbeddedEngine):
+        self.info, self._groups, self._engine = info, groups, engine
+
+    async def run(
+        self, rows: Sequence[dict[str, Any]], num_samples: int, sampling: Sampling, on_group: Callable[[Group], None] = lambda _: None
+    ) -> list[Group]:
+        """One group of `num_samples` rollouts per row, scored, in the order of the rows; `on_group` hears of each as it ends.
+
+        The engine's slots are kept full. A rollout that fails is in its group's record; what raises is not a rollout's fault.
+        """
+        turns = asyncio.Semaphore(max(1, -(-self._engine.slots // num_samples) + 1))
+
+        async def one(index: int) -> Group:
+            draw = Draw(number=index, row=index, epoch=0, dataset="")
+            group = Group(group_id=index, draw=draw, row=rows[index], purpose=Purpose.EVAL)
+            async with turns:
+                group = await self._groups.run(group, num_samples, sampling)
+            on_group(group)
+            return group
+
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one(index), name=f"row {index}") for index in range(len(rows))]
+        return [task.result() for task in running]
+
+
+@asynccontextmanager
+async def open_session(config: Config, checkpoint: Path | None = None, *, scored: bool = True) -> AsyncIterator[Session]:
+    """Load the model (a checkpoint's weights, where one is given), prove it, start the scorers; close all in the end.
+
+    Raises ModelError, CheckpointError, ConfigError (a reward that does not load).
+    """
+    settings = config.model.model_copy(update={"device": config.engine.device or config.model.device})
+    set_threads(config.engine.threads)
+    model, tokenizer, info = load_trained(settings, checkpoint)
+    max_context = min(config.engine.max_context or info.context_tokens, info.context_tokens)
+    proof = probe(model, slots=config.engine.slots, max_context=max_context)
+    renderer = Renderer(tokenizer, max_context)
+    engine = EmbeddedEngine(
+        model, renderer.decode, slots=config.engine.slots, max_context=max_context, seed=config.run.seed, min_rows=proof.min_rows
+    )
+    engine.set_version(0, 0 if checkpoint is None else int(checkpoint.name.removeprefix("step-")), "")
+    engine.pin(share=True)  # nothing changes these weights
+    wake = asyncio.Event()
+    client = InProcessClient(engine, on_submit=wake.set)
+    runner = RolloutRunner(
+        client,
+        renderer,
+        config,
+        FreeCalls(),
+        lambda row: make_environment(config, row),
+        stop_token_ids=info.stop_token_ids,
+        seed=config.run.seed,
+    )
+    scorers = make_scorers(config.reward) if scored else []
+    ticking = asyncio.create_task(tick_for_ever(engine, client, wake), name="engine")
+    try:
+        await start_scorers(scorers)
+        yield Session(info, GroupRunner(runner, scorers, FreeCalls()), engine)
+    finally:
+        ticking.cancel()
+        await asyncio.gather(ticking, return_exceptions=True)
+        await close_scorers(scorers)
+
+
+async def tick_for_ever(engine: EmbeddedEngine, client: InProcessClient, wake: asyncio.Event) -> None:
+    """The engine's loop: tick while there is work, else wait for a request. An error ends it and every request that waits."""
+    try:
+        while True:
+            if engine.has_work():
+                client.feed(engine.tick())
+                await asyncio.sleep(0)  # let the rollouts take their tokens and ask for more
+            else:
+                wake.clear()
+                await wake.wait()  # nothing is owed here: the session's own work submits requests, or ends this task
+    except Exception as error:
+        client.fail(error)
+
+
+def set_threads(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
