@@ -206,3 +206,14 @@ def test_the_arithmetic_questions_are_held_out_by_question(tmp_path: Path) -> No
     loaded = load_data(Config.model_validate({"data": data}), tmp_path)
     train, held = ({r["metadata"]["expression"] for r in rows} for rows in (loaded.train, loaded.eval))
     assert len(held) == 40 and not train & held
+
+
+def test_rows_from_python_are_treated_like_those_of_a_file(tmp_path: Path) -> None:
+    rows = [{"question": f"q{i}", "answer": (i, i)} for i in range(5)]
+    settings = Config.model_validate({"data": {"eval": 1, "columns": {"prompt": "question"}}, "trainer": {"groups_per_step": 4}})
+    data = load_data(settings, tmp_path, rows)
+    assert len(data.train) == 4 and data.train[0]["answer"] in [[i, i] for i in range(5)]
+    with pytest.raises(DataError, match=r"^data: 1 training row after"):
+        load_data(settings, tmp_path, rows[:2])
+    with pytest.raises(DataError, match="no rows"):
+        load_data(settings, tmp_path, [])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from slipstream.config.settings import Config, DataSettings
 from slipstream.data.prompts import prompt_key, render_messages
-from slipstream.data.rows import Row, fingerprint, load_rows
+from slipstream.data.rows import Row, fingerprint, load_rows, prepare_rows
 from slipstream.errors import DataError
 
 
@@ -34,14 +36,15 @@ class Data:
         return out
 
 
-def load_data(config: Config, base_folder: Path) -> Data:
+def load_data(config: Config, base_folder: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> Data:
     """Read, check and split the data of a run. Raises DataError.
 
     Every row is rendered once, so a row without its column, an empty prompt or one that ends with the assistant is found here, not in
-    the middle of a run. `data.eval` is a source, or the number of distinct prompts to hold out (see `hold_out`), or nothing.
+    the middle of a run. `rows` are training rows from Python, read instead of `data.train`. `data.eval` is a source, or the number of distinct prompts to hold out (see `hold_out`), or nothing.
     """
-    settings, source = config.data, config.data.train
-    train = load_rows(source, settings, base_folder)
+    settings = config.data
+    source = settings.train if rows is None else "data"
+    train = load_rows(source, settings, base_folder) if rows is None else prepare_rows(rows, settings, source)
     keys = _prompt_keys(train, settings, source)
     if isinstance(settings.eval, int):
         train, held = hold_out(train, keys, settings.eval, config.run.seed, source)
@@ -50,7 +53,7 @@ def load_data(config: Config, base_folder: Path) -> Data:
     else:
         held = load_rows(settings.eval, settings, base_folder, part="eval") if settings.eval else []
         shared = len(set(_prompt_keys(held, settings, settings.eval or "")) & set(keys))
-    _check_size(train, config)
+    _check_size(train, config, source)
     held = held[: config.evaluation.limit]
     return Data(train, held, fingerprint(train), fingerprint(held) if held else None, len(set(keys)), shared)
 
@@ -86,9 +89,9 @@ def _prompt_keys(rows: list[Row], settings: DataSettings, source: str) -> list[s
     return keys
 
 
-def _check_size(train: list[Row], config: Config) -> None:
+def _check_size(train: list[Row], config: Config, source: str) -> None:
     count, needed = len(train), config.trainer.groups_per_step
-    rows = f"{config.data.train}: {count} training row" + ("" if count == 1 else "s")
+    rows = f"{source}: {count} training row" + ("" if count == 1 else "s")
     if isinstance(config.data.eval, int):
         rows += f" after holding out {config.data.eval} prompts"
     if count == 1:

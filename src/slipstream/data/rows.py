@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,20 @@ def load_rows(source: str, settings: DataSettings, base_folder: Path, *, part: s
     `part` ("train" or "eval") picks the part of a source that has several and names none. Raises DataError: a source that is not there
     or cannot be read, a package that is missing, an absent column, no rows at all.
     """
-    rows = _read(source, settings, base_folder, part)
+    return prepare_rows(_read(source, settings, base_folder, part), settings, source, part=part)
+
+
+def prepare_rows(rows: Sequence[Mapping[str, Any]], settings: DataSettings, source: str, *, part: str = "train") -> list[Row]:
+    """Rows as a source gave them, limited, made plain JSON values, and with the names of `data.columns` added."""
     if not rows:
         raise DataError(f"{source}: no rows in it")
     if part == "train" and settings.limit is not None:
         rows = rows[: settings.limit]
-    return [
-        map_columns(jsonable(row, f"{source}, row {number}"), settings.columns, f"{source}, row {number}") for number, row in _counted(rows)
-    ]
+    return [_prepare(row, settings, f"{source}, row {number}") for number, row in enumerate(rows, start=1)]
+
+
+def _prepare(row: Mapping[str, Any], settings: DataSettings, where: str) -> Row:
+    return map_columns(jsonable(dict(row), where), settings.columns, where)
 
 
 def fingerprint(rows: list[Row]) -> str:
@@ -75,10 +82,6 @@ def absent_column(column: str, row: Row, where: str, wanted_by: str) -> str:
     near = difflib.get_close_matches(column, row, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"{where}: no column {column!r}, which {wanted_by} needs; the columns are {', '.join(row) or '(none)'}{hint}"
-
-
-def _counted(rows: list[Row]) -> enumerate[Row]:
-    return enumerate(rows, start=1)
 
 
 def _read(source: str, settings: DataSettings, base_folder: Path, part: str) -> list[Row]:
