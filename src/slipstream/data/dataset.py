@@ -40,7 +40,8 @@ def load_data(config: Config, base_folder: Path, rows: Sequence[Mapping[str, Any
     """Read, check and split the data of a run. Raises DataError.
 
     Every row is rendered once, so a row without its column, an empty prompt or one that ends with the assistant is found here, not in
-    the middle of a run. `rows` are training rows from Python, read instead of `data.train`. `data.eval` is a source, or the number of distinct prompts to hold out (see `hold_out`), or nothing.
+    the middle of a run. `data.eval` is a source, or the number of distinct prompts to hold out (see `hold_out`), or nothing. `rows`
+    are training rows from Python, used instead of `data.train`.
     """
     settings = config.data
     source = settings.train if rows is None else "data"
@@ -48,14 +49,14 @@ def load_data(config: Config, base_folder: Path, rows: Sequence[Mapping[str, Any
     keys = _prompt_keys(train, settings, source)
     if isinstance(settings.eval, int):
         train, held = hold_out(train, keys, settings.eval, config.run.seed, source)
-        keys = _prompt_keys(train, settings, source)
-        shared = 0
+        distinct, shared = len(set(keys)) - settings.eval, 0
     else:
         held = load_rows(settings.eval, settings, base_folder, part="eval") if settings.eval else []
+        distinct = len(set(keys))
         shared = len(set(_prompt_keys(held, settings, settings.eval or "")) & set(keys))
     _check_size(train, config, source)
     held = held[: config.evaluation.limit]
-    return Data(train, held, fingerprint(train), fingerprint(held) if held else None, len(set(keys)), shared)
+    return Data(train, held, fingerprint(train), fingerprint(held) if held else None, distinct, shared)
 
 
 def hold_out(rows: list[Row], keys: list[str], count: int, seed: int, source: str = "data") -> tuple[list[Row], list[Row]]:
