@@ -26,7 +26,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     watermark: int = 0  # every group below it is final and in no batch from `step` on: the checkpoint covers it
 
 
-class RunStarted(Event, tag="run_started", kw_only=True):
+class RunStarted(Event, tag="run_started", frozen=True, kw_only=True):
     """A controller opened the run folder: a new incarnation."""
 
     run_id: str
@@ -35,6 +35,7 @@ class RunStarted(Event, tag="run_started", kw_only=True):
     from_step: int = 0
     from_seq: int = 0  # of the checkpoint; a deterministic resume supersedes every event after it
     point: Point | None = None  # None: no checkpoint, from the initial model
+    kept: tuple[int, ...] = ()  # steps of the checkpoints in the folder
     max_staleness: int
     groups_per_step: int
     window: int
@@ -46,14 +47,14 @@ class RunStarted(Event, tag="run_started", kw_only=True):
     numerics: dict[str, str] = {}
 
 
-class SettingsChanged(Event, tag="settings_changed", kw_only=True):
+class SettingsChanged(Event, tag="settings_changed", frozen=True, kw_only=True):
     """Settings that changed while the run went on; key -> new value."""
 
     changes: dict[str, Any]
     reason: str = ""
 
 
-class Admitted(Event, tag="admitted", kw_only=True):
+class Admitted(Event, tag="admitted", frozen=True, kw_only=True):
     """A prompt was drawn and its group took a slot. The draw is a recorded fact."""
 
     group_id: int  # = number of the draw
@@ -66,13 +67,13 @@ class Admitted(Event, tag="admitted", kw_only=True):
     origin: str = "pulled"
 
 
-class PrefixesRecorded(Event, tag="prefixes_recorded", kw_only=True):
+class PrefixesRecorded(Event, tag="prefixes_recorded", frozen=True, kw_only=True):
     """Sampled tokens of running rollouts: (group_id, sample, attempt, start, tokens) per chunk."""
 
     chunks: tuple[tuple[int, int, int, int, int], ...]
 
 
-class GroupFinished(Event, tag="group_finished", kw_only=True):
+class GroupFinished(Event, tag="group_finished", frozen=True, kw_only=True):
     """All rollouts finished and scored; the group waits in the buffer."""
 
     group_id: int
@@ -83,7 +84,7 @@ class GroupFinished(Event, tag="group_finished", kw_only=True):
     num_tokens: int  # sampled
 
 
-class AttemptFailed(Event, tag="attempt_failed", kw_only=True):
+class AttemptFailed(Event, tag="attempt_failed", frozen=True, kw_only=True):
     """A rollout of the group failed; the group is tried again in its place, its tokens are discarded."""
 
     group_id: int
@@ -92,7 +93,7 @@ class AttemptFailed(Event, tag="attempt_failed", kw_only=True):
     num_tokens: int = 0
 
 
-class Filtered(Event, tag="filtered", kw_only=True):
+class Filtered(Event, tag="filtered", frozen=True, kw_only=True):
     group_id: int
     attempt: int
     reason: str  # "zero variance"
@@ -100,7 +101,7 @@ class Filtered(Event, tag="filtered", kw_only=True):
     num_tokens: int = 0
 
 
-class Dropped(Event, tag="dropped", kw_only=True):
+class Dropped(Event, tag="dropped", frozen=True, kw_only=True):
     group_id: int
     attempt: int
     reason: str  # kind: "failed", "bad data"; rewound groups have no event of their own, the RunStarted of the rewind drops them
@@ -108,7 +109,7 @@ class Dropped(Event, tag="dropped", kw_only=True):
     num_tokens: int = 0
 
 
-class BatchRecorded(Event, tag="batch_recorded", kw_only=True):
+class BatchRecorded(Event, tag="batch_recorded", frozen=True, kw_only=True):
     """Batch `step` and its groups, in pull order. Recorded before the trainer gets it."""
 
     step: int
@@ -121,7 +122,7 @@ class BatchRecorded(Event, tag="batch_recorded", kw_only=True):
     policy: str = "main"
 
 
-class StepFinished(Event, tag="step_finished", kw_only=True):
+class StepFinished(Event, tag="step_finished", frozen=True, kw_only=True):
     """The trainer finished batch `step`. The durations are deltas since the step before, so that totals are sums over events."""
 
     step: int
@@ -135,24 +136,24 @@ class StepFinished(Event, tag="step_finished", kw_only=True):
     trainer_wait_s: float = 0.0  # of that, waiting for a batch
 
 
-class VersionPublished(Event, tag="version_published", kw_only=True):
+class VersionPublished(Event, tag="version_published", frozen=True, kw_only=True):
     version: int
     checksum: str
     policy: str = "main"
 
 
-class EngineAdded(Event, tag="engine_added", kw_only=True):
+class EngineAdded(Event, tag="engine_added", frozen=True, kw_only=True):
     """The engine is in service and holds no weights of this incarnation yet. Also recorded when it comes back."""
 
     engine_id: str
 
 
-class EngineRemoved(Event, tag="engine_removed", kw_only=True):
+class EngineRemoved(Event, tag="engine_removed", frozen=True, kw_only=True):
     engine_id: str
     reason: str = ""
 
 
-class EngineConfirmed(Event, tag="engine_confirmed", kw_only=True):
+class EngineConfirmed(Event, tag="engine_confirmed", frozen=True, kw_only=True):
     """The engine hashed its own copy: it holds these bytes."""
 
     engine_id: str
@@ -161,7 +162,7 @@ class EngineConfirmed(Event, tag="engine_confirmed", kw_only=True):
     sync_s: float = 0.0
 
 
-class CheckpointCommitted(Event, tag="checkpoint_committed", kw_only=True):
+class CheckpointCommitted(Event, tag="checkpoint_committed", frozen=True, kw_only=True):
     """The folder was renamed before this was written: the rename is the commit point, this is an index."""
 
     point: Point
@@ -169,12 +170,12 @@ class CheckpointCommitted(Event, tag="checkpoint_committed", kw_only=True):
     kept: tuple[int, ...]  # steps of the checkpoints kept, this one included
 
 
-class EvaluationOrdered(Event, tag="evaluation_ordered", kw_only=True):
+class EvaluationOrdered(Event, tag="evaluation_ordered", frozen=True, kw_only=True):
     number: int
     due: int
 
 
-class EvaluationFinished(Event, tag="evaluation_finished", kw_only=True):
+class EvaluationFinished(Event, tag="evaluation_finished", frozen=True, kw_only=True):
     number: int
     due: int
     incarnation: int  # (incarnation, version, checksum): the weights that were evaluated
@@ -186,12 +187,12 @@ class EvaluationFinished(Event, tag="evaluation_finished", kw_only=True):
     engine_s: float = 0.0
 
 
-class EvaluationSkipped(Event, tag="evaluation_skipped", kw_only=True):
+class EvaluationSkipped(Event, tag="evaluation_skipped", frozen=True, kw_only=True):
     due: int
     reason: str = ""
 
 
-class StopRequested(Event, tag="stop_requested", kw_only=True):
+class StopRequested(Event, tag="stop_requested", frozen=True, kw_only=True):
     reason: str = ""
 
 

@@ -239,7 +239,7 @@ def _run_started(state: RunState, event: ev.RunStarted) -> None:
         state.groups_per_step = event.groups_per_step
     else:
         _check_restart(state, event)
-        _go_back(state, event.from_step, event.point)
+        _go_back(state, event.from_step, event.point, event.kept)
         if event.kind == "rewind":
             _rewind(state, event)
     state.incarnation = event.incarnation
@@ -267,12 +267,12 @@ def _check_restart(state: RunState, event: ev.RunStarted) -> None:
     )
 
 
-def _go_back(state: RunState, step: int, point: ev.Point | None) -> None:
+def _go_back(state: RunState, step: int, point: ev.Point | None, kept: tuple[int, ...]) -> None:
     """The checkpoint at `step` is what survived: batches from there on are to be trained again, in recorded order."""
     for later in range(step, state.step):
         _count_trained(state.totals, state.batches[later], -1)
     state.step = step
-    state.checkpoints = [p for p in state.checkpoints if p.step < step] + ([point] if point else [])
+    _keep_checkpoints(state, [p for p in state.checkpoints if p.step < step and p.step in kept] + ([point] if point else []))
     evaluations = state.evaluations
     evaluations.running = None
     evaluations.results = [r for r in evaluations.results if r.version <= step]
@@ -514,9 +514,14 @@ def _release(state: RunState) -> None:
 
 def _checkpoint_committed(state: RunState, event: ev.CheckpointCommitted) -> None:
     _refuse_unless(event.point.step == state.step, f"a checkpoint of step {event.point.step} while {state.step} steps are finished")
-    state.checkpoints = [p for p in state.checkpoints if p.step in event.kept and p.step != event.point.step] + [event.point]
-    oldest = state.checkpoints[0].step
-    for step in [s for s in state.batches if s < oldest]:
+    older = [p for p in state.checkpoints if p.step in event.kept and p.step != event.point.step]
+    _keep_checkpoints(state, [*older, event.point])
+
+
+def _keep_checkpoints(state: RunState, points: list[ev.Point]) -> None:
+    """Batches that the oldest kept checkpoint covers are forgotten; without a checkpoint none is."""
+    state.checkpoints = points
+    for step in [s for s in state.batches if points and s < points[0].step]:
         del state.batches[step]
 
 

@@ -1,0 +1,124 @@
+"""Checkpoint folders as the controller sees them: verified, made visible by one rename, found again, thrown away. It never reads weights.
+
+checkpoints/.tmp-<s>     the trainer writes here, manifest.json last, and fsyncs
+checkpoints/step-<s>     visible after the rename, which is the commit point of training
+checkpoints/.old-<s>     on its way out
+checkpoints/refused-<s>  did not verify at a resume; kept for a look
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from slipstream.errors import CheckpointError
+from slipstream.protocols import CheckpointManifest
+
+MANIFEST = "manifest.json"
+_READ_BYTES = 8 << 20
+_manifest_decoder = msgspec.json.Decoder(CheckpointManifest)
+
+
+def read_manifest(folder: Path) -> CheckpointManifest:
+    try:
+        return _manifest_decoder.decode((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {MANIFEST}: it is not a whole checkpoint") from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{folder}/{MANIFEST} cannot be read: {error}") from error
+
+
+def verify(folder: Path, expected: CheckpointManifest | None = None) -> CheckpointManifest:
+    """Check every file's size and hash against the manifest; the manifest. Raises CheckpointError that names the first wrong file."""
+    manifest = read_manifest(folder)
+    if expected is not None and manifest != expected and msgspec.json.encode(manifest) != msgspec.json.encode(expected):
+        raise CheckpointError(f"{folder}/{MANIFEST} is not the manifest that was reported")
+    if not manifest.files:
+        raise CheckpointError(f"{folder}: the manifest names no files")
+    for name, (size, digest) in sorted(manifest.files.items()):
+        path = folder / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{folder}: the manifest names {name!r}, which is not inside the folder")
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing")
+        if path.stat().st_size != size:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {size} were written")
+        if (found := hash_file(path)) != digest:
+            raise CheckpointError(f"{path} is damaged: its hash is {found}, written was {digest}")
+    return manifest
+
+
+def hash_file(path: Path) -> str:
+    """xxh3-128 (hex) of the file's bytes."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step-{step}"
+
+
+def install(checkpoints: Path, temporary: str, step: int) -> Path:
+    """Rename the verified temporary folder to its name and make the rename durable. A folder already there is moved aside first."""
+    source, target = checkpoints / temporary, step_folder(checkpoints, step)
+    if target.exists():
+        set_aside(target, "old")
+    os.rename(source, target)
+    fsync_folder(checkpoints)
+    return target
+
+
+def discard(checkpoints: Path, steps: list[int]) -> None:
+    """Remove checkpoints that are no longer kept; each vanishes from view at once."""
+    for step in steps:
+        folder = step_folder(checkpoints, step)
+        if folder.is_dir():
+            set_aside(folder, "old")
+    discard_old(checkpoints)
+
+
+def sweep(checkpoints: Path) -> None:
+    """Delete what a crash left half written or half deleted."""
+    discard_old(checkpoints)
+    for folder in checkpoints.glob(".tmp-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def discard_old(checkpoints: Path) -> None:
+    """Finish deletions."""
+    for folder in checkpoints.glob(".old-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def set_aside(folder: Path, why: str) -> Path:
+    """Rename a checkpoint folder out of view: `.old-<s>` to be deleted, `refused-<s>` and `rewound-<s>` to be kept for a look."""
+    stem = f"{'.' if why == 'old' else ''}{why}-{folder.name.removeprefix('step-')}"
+    target, number = folder.with_name(stem), 1
+    while target.exists():
+        number += 1
+        target = folder.with_name(f"{stem}.{number}")
+    os.rename(folder, target)
+    fsync_folder(folder.parent)
+    return target
+
+
+def found_steps(checkpoints: Path) -> list[int]:
+    """Steps of the checkpoint folders in view, newest first."""
+    names = (re.fullmatch(r"step-(\d+)", p.name) for p in checkpoints.iterdir() if p.is_dir())
+    return sorted((int(m[1]) for m in names if m), reverse=True)
+
+
+def fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

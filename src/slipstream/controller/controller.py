@@ -1,0 +1,357 @@
+"""The controller as the other roles see it: `ControllerCore` plus waiting and durability.
+
+    loop of a role      waits in                  unblocked by
+    rollout worker      admit                     finish_group (a retry), confirm_weights (slots, evaluations), finish_step, stop
+    trainer             get_batch                 finish_group, stop
+    engine              next_weights              publish
+    launcher            wait_finished             finish_step, finish_evaluation, stop, fail
+
+There is one event loop, and all state changes happen in it. A change wakes everyone who waits; each looks again and goes back to sleep if
+it still has to. Answers leave only when what they rest on is durable; commits that fall due in one turn of the loop are one commit.
+Every wait has a deadline that moves on with progress, and names what it waits for when it passes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slipstream.config import Config
+from slipstream.controller import admission, checkpoints
+from slipstream.controller.core import ControllerCore
+from slipstream.controller.ledger import Ledger
+from slipstream.controller.recovery import Identity, Start, start_run
+from slipstream.controller.run_folder import RunFolder
+from slipstream.controller.timing import MonotonicClock
+from slipstream.controller.versions import Broker
+from slipstream.errors import CheckpointError, DeadlineExceeded
+from slipstream.protocols import CheckpointManifest, Clock, Manifest, Observer, WeightsOffer
+from slipstream.types import Batch, EngineReport, EvalResult, Group, PrefixChunk, StepReport, Work
+
+T = TypeVar("T")
+MARGIN_S = 60.0
+
+
+def open_controller(
+    folder: RunFolder,
+    config: Config,
+    *,
+    rows: Sequence[dict[str, Any]],
+    eval_rows: Sequence[dict[str, Any]] = (),
+    data_fingerprint: str,
+    broker: Broker,
+    observer: Observer,
+    clock: Clock | None = None,
+    fingerprint: dict[str, str] | None = None,
+    code_version: str = "",
+    rewind: int | None = None,
+    stall_timeout_s: float | None = None,
+) -> Controller:
+    """Lock the run folder, recover what it holds (or start afresh where its ledger is empty), and write the new incarnation.
+
+    `fingerprint`: numerics of this machine. `stall_timeout_s`: how long a batch may be waited for without any group making progress; by
+    default the deadlines of a rollout and its rewards, and a margin. Raises RunFolderError, LedgerError, ResumeError, CheckpointError.
+    """
+    folder.lock()
+    ledger = None
+    try:
+        ledger = Ledger.open(folder.ledger)
+        state, start = start_run(ledger, folder.checkpoints, config, Identity(data_fingerprint, code_version, fingerprint or {}), rewind)
+        core = ControllerCore(
+            config,
+            ledger,
+            state,
+            rows,
+            eval_rows,
+            data_fingerprint,
+            broker,
+            observer,
+            clock or MonotonicClock(),
+            start.manifest.weights_checksum if start.manifest else None,
+        )
+    except BaseException:
+        if ledger is not None:
+            ledger.abandon()
+            ledger.close()
+        folder.release()
+        raise
+    for text in start.notes:
+        observer.note(text)
+    return Controller(core, folder, start, stall_timeout_s)
+
+
+class Controller:
+    """`protocols.ControllerAPI`, for one event loop."""
+
+    def __init__(self, core: ControllerCore, folder: RunFolder, start: Start, stall_timeout_s: float | None = None):
+        self.core, self.folder, self.start = core, folder, start
+        settings = core.config
+        rewards_s = max((r.timeout_s for r in settings.reward), default=0.0)
+        self._stall_s = stall_timeout_s if stall_timeout_s is not None else settings.rollout.timeout_s + rewards_s + MARGIN_S
+        self._quiet_s = max(self._stall_s, settings.trainer.step_timeout_s, settings.evaluation.timeout_s) + MARGIN_S
+        self._changed = asyncio.Event()
+        self._events = 0  # changes of any kind
+        self._group_events = 0  # changes that bring a batch nearer
+        self._commit: asyncio.Future[None] | None = None
+        self._idle_share = 0.0  # engine slots free behind the gate, as a share, over all waiting workers
+
+    # -- what the launcher asks
+
+    @property
+    def incarnation(self) -> int:
+        return self.core.state.incarnation
+
+    @property
+    def run_id(self) -> str:
+        return self.core.state.run_id
+
+    @property
+    def start_step(self) -> int:
+        """Batches finished when this incarnation started; the trainer publishes its start weights as this version."""
+        return self.start.step
+
+    @property
+    def start_checkpoint(self) -> Path | None:
+        """The folder that the trainer loads; None for the initial model."""
+        return self.start.folder
+
+    @property
+    def staleness_bound(self) -> int:
+        return self.core.bound
+
+    @property
+    def num_slots(self) -> int:
+        return admission.num_slots(self.core.state.max_staleness, self.core.state.groups_per_step)
+
+    @property
+    def gate_open(self) -> bool:
+        """Whether a new group would be admitted now."""
+        return self.core.gate > 0
+
+    @property
+    def finished(self) -> bool:
+        """Every step is made and the last version is evaluated."""
+        return self.core.finished
+
+    @property
+    def stopping(self) -> bool:
+        return self.core.stopping
+
+    def totals(self) -> dict[str, Any]:
+        """The summary of the run so far, from the ledger's state."""
+        return self.core.totals()
+
+    async def wait_finished(self) -> str:
+        """ "finished" or "stopped"; raises the error that ends the run."""
+
+        def ended() -> str | None:
+            self.core.check()
+            return "finished" if self.core.finished else "stopped" if self.core.stopping else None
+
+        return await self._wait(ended, lambda: f"the run does not end: {self.core.why_no_work()}", self._quiet_s, lambda: self._events)
+
+    def request_stop(self, reason: str = "") -> None:
+        """First Ctrl-C: no more admissions, no further batch, workers are told to leave. Returns at once."""
+        self.core.request_stop(reason)
+        self._commit_soon()
+        self.notify()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run: everyone who waits, and everyone who asks from now on, gets this error. The first one counts."""
+        self.core.fail(error)
+        self.notify()
+
+    def reassign_running(self) -> None:
+        """Hand running groups out again with their recorded prefixes."""
+        self.core.reassign_running()
+        self.notify()
+
+    def engine_gone(self, engine_id: str, reason: str = "") -> None:
+        """The engine is out of service: slots no longer wait for it, its lease ends."""
+        self.core.engine_gone(engine_id, reason)
+        self._commit_soon()
+        self.notify()
+
+    def notify(self) -> None:
+        """Let everyone who waits look again; for changes made outside, such as a broker that lets a version go."""
+        self._events += 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def close(self) -> None:
+        """Commit, close the ledger, give the folder back."""
+        try:
+            self.core.commit()
+        finally:
+            self.core.ledger.close()
+            self.folder.release()
+
+    # -- rollout worker
+
+    async def admit(self, room: int) -> Work:
+        work = self.core.admit(room)
+        if work is None:
+            work = await self._idle_until_work(room)
+        await self._durable()
+        return work
+
+    async def _idle_until_work(self, room: int) -> Work:
+        core = self.core
+        share = room * core.state.group_size / core.config.engine.slots
+        self._idle(+share)
+        try:
+            return await self._wait(
+                lambda: core.admit(room),
+                lambda: f"a rollout worker with room for {room} groups gets no work: {core.why_no_work()}",
+                self._quiet_s,
+                lambda: self._events,
+            )
+        finally:
+            self._idle(-share)
+
+    def _idle(self, change: float) -> None:
+        self._idle_share += change
+        self.core.times.rollout_idle.set(self.core.clock.now(), min(1.0, max(0.0, self._idle_share)))
+
+    async def progress(self, chunks: list[PrefixChunk]) -> None:
+        self.core.progress(chunks)
+        await self._groups_moved()
+
+    async def finish_group(self, group: Group) -> None:
+        self.core.finish_group(group)
+        await self._groups_moved()
+
+    async def finish_evaluation(self, result: EvalResult) -> None:
+        self.core.finish_evaluation(result)
+        self.notify()
+        await self._durable()
+
+    async def _groups_moved(self) -> None:
+        self._group_events += 1
+        self.notify()
+        await self._durable()
+
+    # -- trainer
+
+    async def get_batch(self, step: int) -> Batch | None:
+        core = self.core
+        asked_at = core.clock.now()
+
+        def batch_or_end() -> tuple[Batch | None] | None:
+            core.check()
+            if core.no_batch(step):
+                return (None,)
+            batch = core.try_batch(step)
+            return None if batch is None else (batch,)
+
+        (batch,) = await self._wait(
+            batch_or_end, lambda: f"no group made progress: {core.why_no_batch(step)}", self._stall_s, lambda: self._group_events
+        )
+        if batch is not None:
+            now = core.clock.now()
+            core.times.batch_arrived(now, now - asked_at)
+            self.notify()
+            await self._durable()
+        return batch
+
+    async def begin_write(self) -> int:
+        return self.core.begin_write()
+
+    async def publish(self, slot: int, manifest: Manifest) -> None:
+        self.core.publish(slot, manifest)
+        self.notify()
+        await self._durable()
+
+    async def finish_step(self, report: StepReport) -> None:
+        self.core.finish_step(report)
+        self.notify()
+        await self._durable()
+
+    async def checkpoint_context(self) -> tuple[str, int, int]:
+        context = self.core.checkpoint_context()
+        await self._durable()
+        return context
+
+    async def commit_checkpoint(self, temporary: str, manifest: CheckpointManifest) -> None:
+        core, folder = self.core, self.folder.checkpoints
+        if Path(temporary).name != temporary or not temporary.startswith(".tmp-"):
+            raise CheckpointError(f"{temporary!r} is not a temporary checkpoint folder; it must be named .tmp-<step>")
+        if any(p.step == manifest.step for p in core.state.checkpoints):  # committed before: by a retry, or where the run went on from
+            shutil.rmtree(folder / temporary, ignore_errors=True)
+            return
+        core.check_checkpoint(manifest)
+        await self._durable()
+        await self._blocking(checkpoints.verify, folder / temporary, manifest)
+        await self._blocking(checkpoints.install, folder, temporary, manifest.step)
+        gone = core.checkpoint_committed(manifest)
+        self.notify()
+        await self._durable()
+        await self._blocking(checkpoints.discard, folder, gone)
+        core.prune()
+
+    async def _blocking(self, call: Callable[..., Any], *args: Any) -> None:
+        """Long file work: beside the loop, except inline, where nothing may depend on how long a thread takes."""
+        if self.core.config.launch == "inline":
+            call(*args)
+        else:
+            await asyncio.to_thread(call, *args)
+
+    # -- engine
+
+    async def next_weights(self, engine_id: str, incarnation: int, version: int) -> WeightsOffer:
+        offer = await self._wait(
+            lambda: self.core.try_weights(engine_id, incarnation, version),
+            lambda: f"engine {engine_id} at version {version} gets no newer weights: {self.core.why_no_work()}",
+            self._quiet_s,
+            lambda: self._events,
+        )
+        await self._durable()
+        return offer
+
+    async def confirm_weights(self, slot: int, report: EngineReport) -> None:
+        self.core.confirm_weights(slot, report)
+        self.notify()
+        await self._durable()
+
+    # -- waiting and durability
+
+    async def _wait(self, ready: Callable[[], T | None], reason: Callable[[], str], timeout_s: float, progress: Callable[[], int]) -> T:
+        """What `ready` gives once it is not None, asked again after every change; DeadlineExceeded when no progress comes for so long."""
+        loop = asyncio.get_running_loop()
+        seen, deadline = progress(), loop.time() + timeout_s
+        while (result := ready()) is None:
+            changed = self._changed
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await changed.wait()
+            except TimeoutError:
+                raise DeadlineExceeded(f"waited {timeout_s:.0f} s: {reason()}") from None
+            if progress() != seen:
+                seen, deadline = progress(), loop.time() + timeout_s
+        return result
+
+    async def _durable(self) -> None:
+        """Return when every event so far is on disk."""
+        await asyncio.shield(self._commit_soon())
+
+    def _commit_soon(self) -> asyncio.Future[None]:
+        """One commit for all changes of this turn of the loop."""
+        if self._commit is None:
+            loop = asyncio.get_running_loop()
+            self._commit = loop.create_future()
+            loop.call_soon(self._commit_now, self._commit)
+        return self._commit
+
+    def _commit_now(self, future: asyncio.Future[None]) -> None:
+        self._commit = None
+        try:
+            self.core.commit()
+        except BaseException as error:
+            future.set_exception(error)
+            future.exception()  # seen: whoever waits raises it, and so does everyone who asks later
+            self.fail(error)
+        else:
+            future.set_result(None)

@@ -1,0 +1,317 @@
+"""The ledger: one SQLite file per run, a write-ahead log of events with the data that belongs to them.
+
+    events       what happened, in order; the run's state is their fold
+    incarnations index of the RunStarted events: which stretch of the log is alive
+    groups       the records of finished groups, as the bytes that travel on the wire
+    prefixes     chunks of running rollouts
+    batches, evaluations, versions, checkpoints
+
+An event and its data are committed together: `append` and `put_*` collect in one transaction, `commit` makes it durable (WAL,
+synchronous=FULL). A crash loses at most what was not committed, and always a suffix. Every data row carries the sequence number of its
+event, so "the ledger as of event n" is a query. Only the controller writes, under the run folder's lock; readers take short transactions.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slipstream.controller import events as ev
+from slipstream.errors import LedgerError, RunFolderError
+from slipstream.types import EvalResult, Group, PrefixChunk, decode, encode, merge_chunks
+
+APPLICATION_ID = 0x736C7374  # "slst"
+SCHEMA_VERSION = 1
+JOURNAL_LIMIT_BYTES = 64 << 20
+PRUNE_GROUPS = 64  # per transaction: one big delete would grow the WAL by all it deletes
+
+SCHEMA = """
+CREATE TABLE events (seq INTEGER PRIMARY KEY, incarnation INTEGER NOT NULL, time REAL NOT NULL, kind TEXT NOT NULL,
+    payload BLOB NOT NULL);
+CREATE TABLE incarnations (incarnation INTEGER PRIMARY KEY, seq INTEGER NOT NULL, kind TEXT NOT NULL,
+    from_step INTEGER NOT NULL, from_seq INTEGER NOT NULL);
+CREATE TABLE groups (group_id INTEGER NOT NULL, attempt INTEGER NOT NULL, policy TEXT NOT NULL DEFAULT 'main', purpose TEXT NOT NULL,
+    origin TEXT NOT NULL, incarnation INTEGER NOT NULL, seq INTEGER NOT NULL, payload BLOB NOT NULL,
+    PRIMARY KEY (group_id, attempt, policy));
+CREATE TABLE prefixes (group_id INTEGER NOT NULL, attempt INTEGER NOT NULL, sample INTEGER NOT NULL, start INTEGER NOT NULL,
+    policy TEXT NOT NULL DEFAULT 'main', incarnation INTEGER NOT NULL, seq INTEGER NOT NULL, payload BLOB NOT NULL,
+    PRIMARY KEY (group_id, attempt, sample, start, policy));
+CREATE TABLE batches (step INTEGER NOT NULL, policy TEXT NOT NULL DEFAULT 'main', incarnation INTEGER NOT NULL, seq INTEGER NOT NULL,
+    payload BLOB NOT NULL, PRIMARY KEY (step, policy));
+CREATE TABLE evaluations (incarnation INTEGER NOT NULL, number INTEGER NOT NULL, policy TEXT NOT NULL DEFAULT 'main',
+    version INTEGER NOT NULL, seq INTEGER NOT NULL, payload BLOB NOT NULL, PRIMARY KEY (incarnation, number, policy));
+CREATE TABLE versions (incarnation INTEGER NOT NULL, version INTEGER NOT NULL, policy TEXT NOT NULL DEFAULT 'main',
+    checksum TEXT NOT NULL, seq INTEGER NOT NULL, PRIMARY KEY (incarnation, version, policy));
+CREATE TABLE checkpoints (step INTEGER NOT NULL, incarnation INTEGER NOT NULL, ledger_seq INTEGER NOT NULL, checksum TEXT NOT NULL,
+    seq INTEGER NOT NULL, PRIMARY KEY (step, incarnation));
+"""
+DATA_TABLES = ("groups", "prefixes", "batches", "evaluations", "versions", "checkpoints")
+
+
+class LedgerReader:
+    """Queries on a ledger. Each is one short transaction, so a reader never holds up the writer's log."""
+
+    def __init__(self, connection: sqlite3.Connection, path: str):
+        self._db, self.path = connection, path
+        with self._errors():
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            application = self._db.execute("PRAGMA application_id").fetchone()[0]
+        if (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
+            raise LedgerError(
+                f"{path} is not a ledger this version can read (application {application:#x}, schema {version}, expected {SCHEMA_VERSION})"
+            )
+
+    @classmethod
+    def open(cls, path: Path) -> LedgerReader:
+        """Open an existing ledger for reading, also while a run writes it."""
+        if not path.is_file():
+            raise RunFolderError(f"there is no ledger {path}: is {path.parent} a run folder?")
+        with storage_errors(str(path)):
+            return cls(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None), str(path))
+
+    def close(self) -> None:
+        self._db.close()
+
+    def __enter__(self) -> LedgerReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- events
+
+    @property
+    def last_seq(self) -> int:
+        return self._one("SELECT coalesce(max(seq), 0) FROM events")
+
+    @property
+    def last_incarnation(self) -> int:
+        return self._one("SELECT coalesce(max(incarnation), 0) FROM incarnations")
+
+    @property
+    def last_start(self) -> ev.RunStarted:
+        """The newest incarnation's first event."""
+        seq = self._one("SELECT max(seq) FROM incarnations")
+        event = ev.decode_event(self._one("SELECT payload FROM events WHERE seq = ?", seq))
+        assert isinstance(event, ev.RunStarted)
+        return event
+
+    def live_ranges(self, until: int | None = None) -> list[tuple[int, int]]:
+        """Ascending (first, last) sequence numbers of the events that count, `until` included at most.
+
+        A deterministic resume goes on from the event that its checkpoint contains: everything between it and that resume is superseded.
+        """
+        ranges: list[tuple[int, int]] = []
+        last = self.last_seq if until is None else until
+        for seq, kind, from_seq in self._rows("SELECT seq, kind, from_seq FROM incarnations ORDER BY seq DESC"):
+            if seq > last:
+                continue
+            if kind == "deterministic_resume":
+                ranges.append((seq, last))
+                last = from_seq
+        return [*([(1, last)] if last >= 1 else []), *reversed(ranges)]
+
+    def live_events(self, until: int | None = None) -> Iterator[tuple[int, int, float, ev.Event]]:
+        """(seq, incarnation, time, event) of the events that count, in order."""
+        for first, last in self.live_ranges(until):
+            while first <= last:
+                rows = self._rows(
+                    "SELECT seq, incarnation, time, payload FROM events WHERE seq BETWEEN ? AND ? ORDER BY seq LIMIT 4096", first, last
+                )
+                for seq, incarnation, stamp, payload in rows:
+                    yield seq, incarnation, stamp, ev.decode_event(payload)
+                if not rows:
+                    return
+                first = rows[-1][0] + 1
+
+    # -- data
+
+    def group(self, group_id: int, attempt: int) -> Group:
+        payload = self._one("SELECT payload FROM groups WHERE group_id = ? AND attempt = ?", group_id, attempt)
+        if payload is None:
+            raise LedgerError(f"{self.path}: the data of group {group_id} (attempt {attempt}) is gone")
+        return decode(payload, Group)
+
+    def has_group(self, group_id: int) -> bool:
+        return self._one("SELECT count(*) FROM groups WHERE group_id = ?", group_id) > 0
+
+    def prefixes(self, group_id: int, attempt: int) -> tuple[PrefixChunk, ...]:
+        """The recorded prefix of each sample that has one, merged."""
+        rows = self._rows("SELECT payload FROM prefixes WHERE group_id = ? AND attempt = ? ORDER BY sample, start", group_id, attempt)
+        samples: dict[int, list[PrefixChunk]] = {}
+        for (payload,) in rows:
+            chunk = decode(payload, PrefixChunk)
+            samples.setdefault(chunk.sample, []).append(chunk)
+        return tuple(merge_chunks(chunks) for chunks in samples.values())
+
+    def batch(self, step: int) -> ev.BatchRecorded | None:
+        payload = self._one("SELECT payload FROM batches WHERE step = ?", step)
+        event = None if payload is None else ev.decode_event(payload)
+        assert event is None or isinstance(event, ev.BatchRecorded)
+        return event
+
+    def evaluations(self) -> list[EvalResult]:
+        """All results, superseded ones included, in the order they came."""
+        return [decode(p, EvalResult) for (p,) in self._rows("SELECT payload FROM evaluations ORDER BY seq")]
+
+    def version_checksum(self, incarnation: int, version: int) -> str | None:
+        return self._one("SELECT checksum FROM versions WHERE incarnation = ? AND version = ?", incarnation, version)
+
+    def count(self, table: str) -> int:
+        assert table in (*DATA_TABLES, "events", "incarnations")
+        return self._one(f"SELECT count(*) FROM {table}")
+
+    def _rows(self, sql: str, *values: object) -> list[tuple]:
+        with self._errors():
+            return self._db.execute(sql, values).fetchall()
+
+    def _one(self, sql: str, *values: object) -> Any:
+        rows = self._rows(sql, *values)
+        return rows[0][0] if rows else None
+
+    def _errors(self):
+        return storage_errors(self.path)
+
+
+class Ledger(LedgerReader):
+    """The writer. One per run folder, under its lock."""
+
+    def __init__(self, connection: sqlite3.Connection, path: str):
+        super().__init__(connection, path)
+        self._seq = super().last_seq
+
+    @classmethod
+    def open(cls, path: Path | str) -> Ledger:
+        """Open the ledger, or create an empty one. ":memory:" is a ledger without a file, for tests."""
+        with storage_errors(str(path)):
+            db = sqlite3.connect(path, isolation_level=None)
+            mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+            if mode != "wal" and str(path) != ":memory:":
+                raise RunFolderError(f"{path}: SQLite cannot use its write-ahead log here (journal mode {mode}); use a local disk")
+            db.execute("PRAGMA synchronous = FULL")
+            db.execute(f"PRAGMA journal_size_limit = {JOURNAL_LIMIT_BYTES}")
+            empty = not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if empty and db.execute("PRAGMA user_version").fetchone()[0] == 0:
+                db.executescript(
+                    f"BEGIN; {SCHEMA} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+                )
+            return cls(db, str(path))
+
+    @property
+    def last_seq(self) -> int:
+        """The newest event's sequence number, committed or not."""
+        return self._seq
+
+    def append(self, event: ev.Event, incarnation: int) -> int:
+        """Add the event to the open transaction; its sequence number. Data put after it belongs to it."""
+        self._begin()
+        seq = self._seq + 1
+        kind = type(event).__struct_config__.tag
+        self._write("INSERT INTO events VALUES (?, ?, ?, ?, ?)", seq, incarnation, time.time(), kind, ev.encode_event(event))
+        self._seq = seq
+        if isinstance(event, ev.RunStarted):
+            self._write("INSERT INTO incarnations VALUES (?, ?, ?, ?, ?)", incarnation, seq, event.kind, event.from_step, event.from_seq)
+        elif isinstance(event, ev.BatchRecorded):
+            self._write(
+                "INSERT OR REPLACE INTO batches (step, policy, incarnation, seq, payload) VALUES (?, ?, ?, ?, ?)",
+                *(event.step, event.policy, incarnation, seq, ev.encode_event(event)),
+            )
+        elif isinstance(event, ev.VersionPublished):
+            self._write("INSERT INTO versions VALUES (?, ?, ?, ?, ?)", incarnation, event.version, event.policy, event.checksum, seq)
+        elif isinstance(event, ev.CheckpointCommitted):
+            self._write(
+                "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?)",
+                *(event.point.step, incarnation, event.point.ledger_seq, event.weights_checksum, seq),
+            )
+        return seq
+
+    def put_group(self, group: Group, incarnation: int) -> None:
+        self._write(
+            "INSERT OR REPLACE INTO groups (group_id, attempt, purpose, origin, incarnation, seq, payload) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            *(group.group_id, group.attempt, group.purpose.value, group.origin, incarnation, self._seq, encode(group)),
+        )
+
+    def put_prefix(self, chunk: PrefixChunk, incarnation: int) -> None:
+        self._write(
+            "INSERT OR REPLACE INTO prefixes (group_id, attempt, sample, start, incarnation, seq, payload) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            *(chunk.group_id, chunk.attempt, chunk.sample, chunk.start, incarnation, self._seq, encode(chunk)),
+        )
+
+    def put_evaluation(self, result: EvalResult, incarnation: int) -> None:
+        self._write(
+            "INSERT OR REPLACE INTO evaluations (incarnation, number, version, seq, payload) VALUES (?, ?, ?, ?, ?)",
+            *(incarnation, result.number, result.version, self._seq, encode(result)),
+        )
+
+    def commit(self) -> None:
+        """Make everything since the last commit durable. Nothing to do is free."""
+        if self._db.in_transaction:
+            with self._errors():
+                self._db.execute("COMMIT")
+
+    def abandon(self) -> None:
+        """Throw away what was not committed, as a crash would."""
+        if self._db.in_transaction:
+            self._db.execute("ROLLBACK")
+        self._seq = super().last_seq
+
+    def supersede(self, after_seq: int) -> None:
+        """Delete the data of events after this one (they stay in the log, but no longer count)."""
+        self._begin()
+        for table in ("groups", "prefixes", "batches"):
+            self._write(f"DELETE FROM {table} WHERE seq > ?", after_seq)
+
+    def forget_batches(self, from_step: int) -> None:
+        """A rewind: batches from this step on are no more."""
+        self._begin()
+        self._write("DELETE FROM batches WHERE step >= ?", from_step)
+
+    def prune(self, below_group: int) -> int:
+        """Delete the data of all groups below this id, in small transactions; how many rows went."""
+        self.commit()
+        deleted = 0
+        for table in ("groups", "prefixes"):
+            lowest = self._one(f"SELECT min(group_id) FROM {table}")
+            while lowest is not None and lowest < below_group:
+                upper = min(below_group, lowest + PRUNE_GROUPS)
+                with self._errors():
+                    deleted += self._db.execute(f"DELETE FROM {table} WHERE group_id < ?", (upper,)).rowcount
+                lowest = self._one(f"SELECT min(group_id) FROM {table}")
+        return deleted
+
+    def close(self) -> None:
+        self.commit()
+        super().close()
+
+    def _begin(self) -> None:
+        if not self._db.in_transaction:
+            with self._errors():
+                self._db.execute("BEGIN IMMEDIATE")
+
+    def _write(self, sql: str, *values: object) -> None:
+        with self._errors():
+            self._db.execute(sql, values)
+
+
+@contextmanager
+def storage_errors(path: str) -> Iterator[None]:
+    """SQLite's complaints in our vocabulary."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        text = str(error)
+        if "full" in text:
+            raise RunFolderError(f"{path}: the disk is full; free some space, then resume the run") from error
+        if "readonly" in text or "read-only" in text or "unable to open" in text:
+            raise RunFolderError(f"{path} cannot be written ({text}); check the permissions of the run folder") from error
+        if "locked" in text or "I/O" in text:
+            raise RunFolderError(f"{path}: {text}") from error
+        raise LedgerError(f"{path}: {text}") from error
+    except sqlite3.IntegrityError as error:
+        raise LedgerError(f"{path} refuses a row: {error}") from error
+    except sqlite3.DatabaseError as error:
+        raise LedgerError(f"{path} is damaged ({error}); restore it from a copy or start a new run") from error

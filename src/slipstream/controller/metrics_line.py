@@ -1,0 +1,141 @@
+"""The metric line of a step, and the summary of a run. Numbers come from the step's own groups and from the ledger's state."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from slipstream.controller import admission
+from slipstream.controller.buffer import has_zero_variance
+from slipstream.controller.events import BatchRecorded, StepFinished
+from slipstream.controller.state import RunState
+from slipstream.types import Group, StepReport
+
+
+def step_line(
+    report: StepReport,
+    finished: StepFinished,
+    record: BatchRecorded,
+    groups: tuple[Group, ...],
+    state: RunState,
+    *,
+    time_s: float,
+    generated_tokens: int,
+    weight_sync_s: float | None,
+) -> dict[str, Any]:
+    """The flat line of one step. The trainer's own metrics come last and do not overwrite what is counted here."""
+    active = finished.active_s
+    line: dict[str, Any] = {
+        "step": report.step,
+        "incarnation": state.incarnation,
+        "version": report.version,
+        "time_s": time_s,
+        **_rewards(groups),
+        **_lengths(groups),
+        **staleness_stats(dict(record.staleness)),
+        "staleness_bound": max((m.bound for m in state.batches[report.step].members), default=0),
+        "several_versions_fraction": _ratio(record.num_several_versions, record.num_samples),
+        "masked_stale_tokens": record.num_masked_tokens,
+        "trainer_idle_fraction": _ratio(finished.trainer_wait_s, finished.trainer_active_s),
+        "rollout_idle_fraction": _ratio(finished.rollout_idle_s, active),
+        "generated_tokens_per_s": _ratio(generated_tokens, active),
+        "trained_tokens_per_s": _ratio(record.num_loss_tokens, active),
+        "trained_samples_per_s": _ratio(record.num_samples, active),
+        "buffer_groups": state.num_finished,
+        "slots_taken": state.slots_taken,
+        "slots": admission.num_slots(state.max_staleness, state.groups_per_step),
+        "weight_sync_s": weight_sync_s,
+        "step_s": report.step_s,
+        "wait_s": report.wait_s,
+        "publish_s": report.publish_s,
+        "skipped": report.skipped,
+        "num_loss_tokens": record.num_loss_tokens,
+        **{f"failures/{cause}": count for cause, count in sorted(state.totals.failures.items())},
+    }
+    return line | {key: value for key, value in report.metrics.items() if key not in line}
+
+
+def _rewards(groups: tuple[Group, ...]) -> dict[str, Any]:
+    rewards = [r for g in groups for r in g.rewards]
+    parts: dict[str, list[float]] = {}
+    for score in (s for g in groups for r in g.rollouts for s in r.scores):
+        if score.value is not None:
+            parts.setdefault(score.name, []).append(score.value)
+    return {
+        "reward_mean": float(np.mean(rewards)) if rewards else None,
+        "reward_std": float(np.std(rewards)) if rewards else None,
+        **{f"reward/{name}": float(np.mean(values)) for name, values in sorted(parts.items())},
+        "zero_variance_fraction": _ratio(sum(has_zero_variance(g.rewards) for g in groups), len(groups)),
+    }
+
+
+def _lengths(groups: tuple[Group, ...]) -> dict[str, Any]:
+    rollouts = [r for g in groups for r in g.rollouts]
+    truncated = sum(r.stop_reason is not None and r.stop_reason.truncated for r in rollouts)
+    return {
+        "completion_tokens_mean": _ratio(sum(r.num_sampled_tokens for r in rollouts), len(rollouts)),
+        "truncated_fraction": _ratio(truncated, len(rollouts)),
+    }
+
+
+def staleness_stats(histogram: dict[int, int]) -> dict[str, Any]:
+    """Mean, p99 and maximum over tokens.
+
+    >>> staleness_stats({0: 50, 1: 49, 3: 1})
+    {'staleness_mean': 0.52, 'staleness_p99': 1, 'staleness_max': 3}
+    """
+    counts = sorted((age, n) for age, n in histogram.items() if n > 0)
+    total = sum(n for _, n in counts)
+    if not total:
+        return {"staleness_mean": None, "staleness_p99": None, "staleness_max": None}
+    rank, seen, p99 = math.ceil(0.99 * total), 0, 0
+    for age, n in counts:
+        seen += n
+        if seen >= rank:
+            p99 = age
+            break
+    return {"staleness_mean": sum(a * n for a, n in counts) / total, "staleness_p99": p99, "staleness_max": counts[-1][0]}
+
+
+def run_totals(state: RunState) -> dict[str, Any]:
+    """The run's summary as far as the ledger knows it. Rates count from the first admission to the last step, over all incarnations."""
+    totals, results = state.totals, state.evaluations.results
+    stats = staleness_stats(totals.staleness)
+    return {
+        "steps": state.step,
+        "model_version": state.step,
+        "eval_reward_first": results[0].reward if results else None,
+        "eval_reward_last": results[-1].reward if results else None,
+        "evaluations": len(results),
+        "evaluations_skipped": state.evaluations.num_skipped,
+        "trained_groups": totals.trained_groups,
+        "trained_samples": totals.trained_samples,
+        "trained_tokens": totals.trained_tokens,
+        "trained_samples_per_s": _ratio(totals.trained_samples, totals.active_s),
+        "generated_tokens": totals.generated_tokens,
+        "generated_tokens_per_s": _ratio(totals.generated_tokens, totals.active_s),
+        "trainer_idle_fraction": _ratio(totals.trainer_wait_s, totals.trainer_active_s),
+        "rollout_idle_fraction": _ratio(totals.rollout_idle_s, totals.active_s),
+        "evaluation_fraction": _evaluation_fraction(state),
+        "staleness_mean": stats["staleness_mean"],
+        "staleness_max": stats["staleness_max"],
+        "staleness_bound": admission.worst_staleness(state.max_staleness, state.groups_per_step, state.window),
+        "rollouts_with_several_versions": totals.several_versions,
+        "skipped_steps": totals.skipped_steps,
+        "filtered_groups": totals.filtered,
+        "dropped_groups": dict(totals.dropped),
+        "failures": dict(totals.failures),
+    }
+
+
+def _evaluation_fraction(state: RunState) -> float | None:
+    """Engine time spent on evaluation; 1.0 at most (the last evaluation runs after the last step, whose time is not counted)."""
+    if not state.totals.active_s:
+        return None
+    return min(1.0, state.evaluations.engine_s / state.totals.active_s)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,204 @@
+"""Opening a run folder: a fresh run, or going on with what survived.
+
+The newest checkpoint that verifies, at step c, survives. What the ledger knows beyond it is not lost: batches recorded after c are trained
+again first, with their recorded groups in recorded order; finished groups keep their place; running groups go on from their recorded
+prefixes once their permits allow; filtered and dropped stay so; the cursor never moves back.
+
+    resume                 as above
+    deterministic_resume   the state as of the checkpoint's last event; what came after is superseded and generated again
+    rewind                 on purpose: what was admitted after c or not trained by c is dropped("rewound"), its prompts are drawn again
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slipstream.config import Config, settings_hash
+from slipstream.controller import checkpoints
+from slipstream.controller import events as ev
+from slipstream.controller.admission import default_window
+from slipstream.controller.ledger import Ledger
+from slipstream.controller.state import RunState, apply, fold
+from slipstream.errors import CheckpointError, ResumeError
+from slipstream.protocols import CheckpointManifest
+
+
+@dataclass(slots=True)
+class Start:
+    """Where this incarnation starts."""
+
+    kind: str  # fresh | resume | deterministic_resume | rewind
+    step: int = 0
+    folder: Path | None = None  # the checkpoint to load; None: the initial model
+    manifest: CheckpointManifest | None = None
+    notes: list[str] = field(default_factory=list)  # for people: what was refused, where the run goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a run is, besides its settings."""
+
+    data_fingerprint: str
+    code_version: str = ""
+    numerics: dict[str, str] = field(default_factory=dict)
+
+
+def start_run(ledger: Ledger, folder: Path, config: Config, identity: Identity, rewind: int | None = None) -> tuple[RunState, Start]:
+    """Write the incarnation's first event and return the state it starts with. `folder`: the checkpoints of the run.
+
+    Raises ResumeError where data or settings that make the run differ, CheckpointError where no checkpoint verifies and the groups needed
+    to start over are gone.
+    """
+    checkpoints.sweep(folder)
+    if ledger.last_seq == 0:
+        if rewind is not None:
+            raise ResumeError(f"there is no step {rewind} to rewind to: the run in {folder.parent} has not started")
+        start = Start("fresh")
+        state = RunState()
+        event = _started(state, config, identity, start, incarnation=1, run_id=uuid.uuid4().hex)
+    else:
+        _check_identity(ledger, config, identity)
+        state = fold(event for _, _, _, event in ledger.live_events())
+        start = _rewind(ledger, folder, state, rewind) if rewind is not None else _resume(ledger, folder, state, config)
+        if start.kind == "deterministic_resume":
+            from_seq = start.manifest.ledger_seq if start.manifest else 1
+            state = fold(event for _, _, _, event in ledger.live_events(until=from_seq))
+        event = _restarted(ledger, folder, state, config, identity, start)
+    state = apply(state, event)
+    if start.kind == "deterministic_resume":
+        ledger.supersede(event.from_seq)
+    elif start.kind == "rewind":
+        ledger.forget_batches(start.step)
+    ledger.append(event, event.incarnation)
+    ledger.commit()
+    if start.kind == "rewind":
+        for step in checkpoints.found_steps(folder):
+            if step > start.step:
+                checkpoints.set_aside(checkpoints.step_folder(folder, step), "rewound")
+    return state, start
+
+
+def _started(state: RunState, config: Config, identity: Identity, start: Start, *, incarnation: int, run_id: str, **more) -> ev.RunStarted:
+    stale, per_step = config.buffer.max_staleness, config.trainer.groups_per_step
+    return ev.RunStarted(
+        run_id=run_id,
+        incarnation=incarnation,
+        kind=start.kind,
+        from_step=start.step,
+        max_staleness=stale,
+        groups_per_step=per_step,
+        window=1 if stale == 0 else config.buffer.window or default_window(stale, per_step),
+        group_size=config.rollout.group_size,
+        seed=config.run.seed,
+        data_fingerprint=identity.data_fingerprint,
+        settings_hash=settings_hash(config),
+        code_version=identity.code_version,
+        numerics=identity.numerics,
+        **more,
+    )
+
+
+def _restarted(ledger: Ledger, folder: Path, state: RunState, config: Config, identity: Identity, start: Start) -> ev.RunStarted:
+    incarnation = ledger.last_incarnation + 1
+    manifest = start.manifest
+    point = None
+    if manifest is not None:
+        known = [p for p in state.checkpoints if (p.step, p.ledger_seq) == (start.step, manifest.ledger_seq)]
+        point = known[0] if known else _point_at(ledger, manifest.ledger_seq)
+    return _started(
+        state,
+        config,
+        identity,
+        start,
+        incarnation=incarnation,
+        run_id=state.run_id,
+        from_seq=manifest.ledger_seq if manifest else 1,
+        point=point,
+        kept=tuple(sorted(s for s in checkpoints.found_steps(folder) if s <= start.step)),
+    )
+
+
+def _point_at(ledger: Ledger, seq: int) -> ev.Point:
+    """Where the draws stood at this event: a checkpoint whose index row was not written before the crash."""
+    return fold(event for _, _, _, event in ledger.live_events(until=seq)).point(seq)
+
+
+def _check_identity(ledger: Ledger, config: Config, identity: Identity) -> None:
+    """Refuse to go on with other data or with settings that the recorded draws and groups depend on, showing both values."""
+    recorded = ledger.last_start
+    given = {
+        "data": (recorded.data_fingerprint, identity.data_fingerprint),
+        "run.seed": (recorded.seed, config.run.seed),
+        "rollout.group_size": (recorded.group_size, config.rollout.group_size),
+        "trainer.groups_per_step": (recorded.groups_per_step, config.trainer.groups_per_step),
+    }
+    changed = [f"{name} was {old!r} and is now {new!r}" for name, (old, new) in given.items() if old != new]
+    if changed:
+        raise ResumeError(
+            f"the run in {Path(ledger.path).parent} cannot go on: " + "; ".join(changed) + ". Set them back or start a new run."
+        )
+
+
+def _resume(ledger: Ledger, folder: Path, state: RunState, config: Config) -> Start:
+    """The newest checkpoint that verifies; those that do not are named and moved out of the way."""
+    start = Start("deterministic_resume" if config.run.deterministic else "resume")
+    refused: list[str] = []
+    for step in checkpoints.found_steps(folder):
+        place = checkpoints.step_folder(folder, step)
+        try:
+            manifest = _usable(ledger, state, place, step)
+        except CheckpointError as error:
+            aside = checkpoints.set_aside(place, "refused")
+            refused.append(str(error))
+            start.notes.append(f"checkpoint {place.name} is refused and kept as {aside.name}: {error}")
+            continue
+        start.step, start.folder, start.manifest = step, place, manifest
+        start.notes.append(_going_on(state, start))
+        return start
+    if state.step > 0 and 0 not in state.batches and start.kind == "resume":
+        raise CheckpointError(
+            f"no checkpoint in {folder} can be used and the groups of the first batches are gone, so the run cannot go on: "
+            + ("; ".join(refused) or "the folder holds none")
+        )
+    start.notes.append(_going_on(state, start))
+    return start
+
+
+def _rewind(ledger: Ledger, folder: Path, state: RunState, step: int) -> Start:
+    """The checkpoint that a person asks for, or the initial model."""
+    found = checkpoints.found_steps(folder)
+    if step != 0 and step not in found:
+        there = ", ".join(str(s) for s in sorted({0, *found}))
+        raise ResumeError(f"there is no checkpoint of step {step} to rewind to; there are {there} (0 is the initial model)")
+    if step > state.step:
+        raise ResumeError(f"the run is at step {state.step}; it cannot be rewound to step {step}")
+    start = Start("rewind", step)
+    if step > 0:
+        start.folder = checkpoints.step_folder(folder, step)
+        start.manifest = _usable(ledger, state, start.folder, step)
+    start.notes.append(f"rewound to step {step}: what was admitted after it is dropped, its prompts are drawn again")
+    return start
+
+
+def _usable(ledger: Ledger, state: RunState, place: Path, step: int) -> CheckpointManifest:
+    """The manifest of a checkpoint that is whole, of this run, and reached by the ledger."""
+    manifest = checkpoints.verify(place)
+    if manifest.run_id != state.run_id:
+        raise CheckpointError(f"{place} belongs to run {manifest.run_id}, not to {state.run_id}")
+    if manifest.step != step:
+        raise CheckpointError(f"{place} holds step {manifest.step}")
+    if not any(first <= manifest.ledger_seq <= last for first, last in ledger.live_ranges()) or step > state.step:
+        raise CheckpointError(
+            f"{place} needs event {manifest.ledger_seq} of the ledger, which ends at {ledger.last_seq}, step {state.step}"
+        )
+    return manifest
+
+
+def _going_on(state: RunState, start: Start) -> str:
+    origin = start.folder.name if start.folder else "the initial model (no checkpoint)"
+    if start.kind == "deterministic_resume":
+        return f"goes on from {origin}; everything after it is generated again"
+    again = state.next_batch - start.step
+    return f"goes on from {origin}" + (f"; {again} recorded batches are trained again first" if again else "")
