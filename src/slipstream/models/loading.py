@@ -77,7 +77,8 @@ def load_model(
     model.requires_grad_(True)
     model.eval()
     model.to(where)  # type: ignore[arg-type]
-    _check_embedding(settings, tokenizer, model.get_input_embeddings().weight.shape[0])
+    rows = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr, index, arg-type]
+    _check_embedding(settings, tokenizer, rows)
     return model, tokenizer, replace(info, num_parameters=sum(p.numel() for p in model.parameters()))
 
 
@@ -159,7 +160,7 @@ def _set_chat_template(settings: ModelSettings, tokenizer: PreTrainedTokenizerBa
     elif not tokenizer.chat_template:
         tokenizer.chat_template = PLAIN_TEMPLATE
         return [
-            f"model '{settings.name}' has no chat template: messages are joined by newlines, without roles (model.chat_template sets another)"
+            f"model '{settings.name}' has no chat template: messages are joined by newlines, without roles; model.chat_template sets one"
         ]
     return []
 
@@ -180,7 +181,7 @@ def _stop_token_ids(
     """Every id that the tokenizer, the model or its generation settings call an end."""
     stops: set[int] = set()
     for value in (tokenizer.eos_token_id, getattr(config, "eos_token_id", None), generation.get("eos_token_id")):
-        stops.update([value] if isinstance(value, int) else value or [])
+        stops.update([value] if isinstance(value, int) else map(int, value or []))
     if not stops:
         raise ModelError(
             f"model '{settings.name}' has no end token: neither its tokenizer nor config.json nor generation_config.json names an "

