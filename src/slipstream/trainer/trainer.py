@@ -145,7 +145,7 @@ class Trainer:
     def numerics(self) -> dict[str, str]:
         """What, besides the recorded facts, decides the bits of an update."""
         return {
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "threads": str(self.config.trainer.threads),
             "device": self.device.type,
