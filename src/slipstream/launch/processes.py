@@ -1,0 +1,182 @@
+"""Roles as processes of this machine: how one is started, what it does first, and how its end is seen.
+
+    launching process ──spawn──► python -m slipstream.launch.role NAME        log/NAME.log, its own process group, threads per role
+            │  lifeline pipe ────► a thread in the child waits for its end: the parent is gone, however it died
+            │  inherited descriptors: progress page, weight slots
+            └◄── exit status, at once
+
+A child learns what it is from one environment variable that holds a `ChildSpec` as JSON: settings and paths, never pickled objects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import shutil
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from slipstream.launch.page import Page, Progress
+from slipstream.weight_sync.memory import MemoryFile
+
+_SPEC_VARIABLE = "SLIPSTREAM_ROLE"
+STACKS_SIGNAL = signal.SIGUSR1  # dumps every thread's stack into the role's log
+
+
+class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a role process is told."""
+
+    role: str
+    roles: tuple[str, ...]  # of the run, in the page's order
+    run_folder: str
+    threads: int
+    socket_folder: str  # private directory with the run's sockets; a child whose parent died removes it
+    lifeline: int  # descriptor: its end of file is the parent's end
+    page: int  # descriptor of the progress page
+    slots: tuple[int, ...] = ()  # descriptors of the weight slots
+    options: dict[str, str] = {}  # what else the role's own code wants to know
+
+
+@dataclass(slots=True)
+class RoleProcess:
+    """A running role as its parent sees it."""
+
+    role: str
+    process: asyncio.subprocess.Process
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Minus the signal's number where one killed it; None while it runs."""
+        return self.process.returncode
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to the role and everything it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says EPERM for a group of zombies
+            os.killpg(self.pid, number)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the role alone."""
+        if self.exit_code is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+    @property
+    def log_bytes(self) -> int:
+        try:
+            return self.log.stat().st_size
+        except OSError:
+            return 0
+
+    def last_lines(self, count: int = 20) -> str:
+        """The end of its log."""
+        try:
+            with open(self.log, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 200 * count))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(lines[-count:])
+
+
+class Lifeline:
+    """The pipe whose end tells the children that their parent is gone. The parent never writes to it; the kernel closes it."""
+
+    def __init__(self) -> None:
+        self.read_end, self._write_end = os.pipe()  # neither is inherited unless handed on
+
+    def close(self) -> None:
+        for descriptor in (self.read_end, self._write_end):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+async def spawn(spec: ChildSpec, log: Path, command: list[str] | None = None) -> RoleProcess:
+    """Start the role; standard output and error go to its log. `command` replaces `python -m slipstream.launch.role NAME`."""
+    command = command or [sys.executable, "-P", "-m", "slipstream.launch.role", spec.role]
+    with _open_log(log) as output:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=child_environment(spec),
+            pass_fds=(spec.lifeline, spec.page, *spec.slots),
+            start_new_session=True,  # its own process group, and Ctrl-C in the terminal reaches the launching process alone
+        )
+    return RoleProcess(spec.role, process, log)
+
+
+def _open_log(log: Path) -> BinaryIO:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return open(log, "ab")
+
+
+def child_environment(spec: ChildSpec) -> dict[str, str]:
+    """The parent's environment with the role's threads and what the role is.
+
+    Thread pools must not spin while they wait: two roles on two cores would take each other's core.
+    """
+    threads = str(spec.threads)
+    return {
+        **os.environ,
+        **dict.fromkeys(
+            ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), threads
+        ),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # the child imports what the parent would
+        _SPEC_VARIABLE: msgspec.json.encode(spec).decode(),
+    }
+
+
+# ---- in the child --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Child:
+    """What a role process works with."""
+
+    spec: ChildSpec
+    progress: Progress
+    slots: list[MemoryFile]
+
+
+def child_setup() -> Child:
+    """First of all in a role process, before slow imports: watch the lifeline, make stacks dumpable, open what was inherited.
+
+    Raises KeyError where the process was not started by `spawn`.
+    """
+    spec = msgspec.json.decode(os.environ.pop(_SPEC_VARIABLE), type=ChildSpec)  # popped: its own children are not this role
+    for descriptor in (spec.lifeline, spec.page, *spec.slots):
+        os.set_inheritable(descriptor, False)
+    faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    threading.Thread(target=_end_with_parent, args=(spec,), name="lifeline", daemon=True).start()
+    page = Page(MemoryFile(spec.page), spec.roles)
+    return Child(spec, page.role(spec.role), [MemoryFile(descriptor) for descriptor in spec.slots])
+
+
+def _end_with_parent(spec: ChildSpec) -> None:
+    """Wait for the parent's end, then end this process and everything it started. Runs beside any blocking call of the main thread."""
+    while os.read(spec.lifeline, 1):
+        pass
+    print(f"{spec.role}: the launching process is gone; leaving", file=sys.stderr, flush=True)
+    shutil.rmtree(spec.socket_folder, ignore_errors=True)
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(1)

@@ -1,0 +1,197 @@
+"""Holds the role processes of a run: sees at once that one died, within a second or so that one hangs, and leaves none behind.
+
+    exit status (kernel) ─┐
+    role's own report ────┼──► evidence per role ──► decide ──► go on | end the run, because of this role
+    progress page, judged ┘
+
+`decide` is the only place where it is chosen what a failure means for the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from slipstream.errors import RoleFailed, RoleHung, SlipstreamError
+from slipstream.launch.page import Judge, Overdue, Page
+from slipstream.launch.processes import STACKS_SIGNAL, ChildSpec, RoleProcess, spawn
+from slipstream.launch.wire import Failure
+
+JUDGE_INTERVAL_S = 0.5
+START_DEADLINE_S = 120.0  # until a role's own code has written its first phase: interpreter and imports
+SETTLE_S = 2.0  # a role that only lost a peer waits this long for the peer's own cause
+REPORT_SETTLE_S = 0.3  # a role's own error may be the echo of a death whose notice is a moment behind
+LEAVE_S = 10.0  # a role that left in good order: the run must end within this time, or it left too early
+STACKS_S = 1.0  # a hung role gets this long to write its stacks
+KILL_DEADLINE_S = 5.0  # from SIGKILL to the exit status
+LOG_LINES = 20
+PEER_LOST = "PeerLost"
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What is known against one role."""
+
+    role: str
+    since: float  # monotonic seconds of the first of it
+    late: Overdue | None = None
+    failure: Failure | None = None
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a failure means for the run: None = nothing yet; else the run ends because of this role."""
+
+    culprit: Evidence | None = None
+
+
+def decide(evidence: Sequence[Evidence], now: float) -> Decision:
+    """Any dead or hung role ends the run. Which one is the cause: a hang before a death by signal before a role's own error before an exit
+    without a word before roles that merely lost a peer; among equals the first. A weak cause waits a moment for a stronger one."""
+    if not evidence:
+        return Decision()
+    strongest = min(evidence, key=lambda e: (_strength(e)[0], e.since))
+    first = min(e.since for e in evidence)
+    return Decision(strongest) if now - first >= _strength(strongest)[1] else Decision()
+
+
+def _strength(evidence: Evidence) -> tuple[int, float]:
+    """(rank, 0 is strongest; seconds to wait for something stronger)."""
+    if evidence.late is not None:
+        return 0, 0.0
+    if evidence.failure is not None:
+        return (4, SETTLE_S) if evidence.failure.kind == PEER_LOST else (2, REPORT_SETTLE_S)
+    if evidence.exit_code is not None and evidence.exit_code < 0:
+        return 1, 0.0
+    return (3, SETTLE_S) if evidence.exit_code else (5, LEAVE_S)
+
+
+@dataclass
+class Supervisor:
+    """Starts, watches and ends the role processes of a run. `watch` runs beside the run; `stop` is called however the run ends."""
+
+    page: Page
+    clock: Callable[[], float] = time.monotonic
+    judge: Judge = field(default_factory=lambda: Judge(JUDGE_INTERVAL_S))
+    processes: dict[str, RoleProcess] = field(default_factory=dict)
+    _evidence: dict[str, Evidence] = field(default_factory=dict)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _exits: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def start(self, spec: ChildSpec, log: Path, command: list[str] | None = None) -> RoleProcess:
+        """Start a role's process and watch for its end."""
+        self.page.role(spec.role).working("start", START_DEADLINE_S)
+        process = self.processes[spec.role] = await spawn(spec, log, command)
+        self._exits.append(asyncio.create_task(self._await_exit(process), name=f"supervisor: exit of {spec.role}"))
+        return process
+
+    def report(self, role: str, failure: Failure) -> None:
+        """A role says why it is about to end (see `wire.serve(on_failed=...)`)."""
+        self._against(role).failure = failure
+        self._news.set()
+
+    async def watch(self) -> NoReturn:
+        """Wait until a role has failed, for as long as the run lasts; raises RoleFailed or RoleHung with what is known of the cause."""
+        while True:
+            now = self.clock()
+            states = {role: state for role, state in self.page.states().items() if self._runs(role)}
+            for late in self.judge.judge(now, states):
+                self._against(late.role).late = late
+            decision = decide(list(self._evidence.values()), now)
+            if decision.culprit is not None:
+                raise await self._explain(decision.culprit)
+            await self._wait_for_news()
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """End every role and what it started: SIGTERM, after the grace time SIGKILL. No process of the run is left when this returns."""
+        for process in self.processes.values():
+            if process.exit_code is None:
+                process.signal_group(signal.SIGTERM)
+        await self._await_exits(grace_s)
+        for process in self.processes.values():
+            if process.exit_code is None:
+                process.signal_group(signal.SIGKILL)
+        await self._await_exits(KILL_DEADLINE_S)
+
+    def _runs(self, role: str) -> bool:
+        process = self.processes.get(role)
+        return process is not None and process.exit_code is None
+
+    def _against(self, role: str) -> Evidence:
+        return self._evidence.setdefault(role, Evidence(role, self.clock()))
+
+    async def _await_exit(self, process: RoleProcess) -> None:
+        code = await process.process.wait()
+        process.signal_group(signal.SIGKILL)  # what the role started and left behind
+        self._against(process.role).exit_code = code
+        self._news.set()
+
+    async def _await_exits(self, deadline_s: float) -> None:
+        if self._exits:
+            await asyncio.wait(self._exits, timeout=deadline_s)
+
+    async def _wait_for_news(self) -> None:
+        """Until something happened, or until the next look at the page is due."""
+        try:
+            async with asyncio.timeout(JUDGE_INTERVAL_S):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+        self._news.clear()
+
+    # ---- words -------------------------------------------------------------------------------------------------------------
+
+    async def _explain(self, culprit: Evidence) -> SlipstreamError:
+        """The error that the person sees."""
+        process = self.processes.get(culprit.role)
+        if culprit.late is not None and process is not None:
+            return await self._hung(process, culprit.late)
+        return RoleFailed(culprit.role, f"{_what_happened(culprit, process)}{_log_text(process)}")
+
+    async def _hung(self, process: RoleProcess, late: Overdue) -> RoleHung:
+        """Let the hung role write its stacks into its log, then kill it."""
+        before = process.log_bytes
+        process.signal(STACKS_SIGNAL)
+        deadline = self.clock() + STACKS_S
+        while process.exit_code is None and self.clock() < deadline:  # a file tells nobody that it grows, so it is looked at
+            size = process.log_bytes
+            await asyncio.sleep(0.1)
+            if before < size == process.log_bytes:
+                break
+        process.signal_group(signal.SIGKILL)
+        owed = f", it owes {late.owed}" if late.owed else ""
+        return RoleHung(
+            f"{process.role} (pid {process.pid}) hangs: phase {late.phase!r} is {late.overdue_s:.1f} s past its deadline{owed}. "
+            f"It was killed; its stacks are at the end of its log.{_log_text(process, 2 * LOG_LINES)}"
+        )
+
+
+def _what_happened(culprit: Evidence, process: RoleProcess | None) -> str:
+    name = culprit.role if process is None else f"{culprit.role} (pid {process.pid})"
+    if culprit.failure is not None:
+        return f"{name} failed: {culprit.failure.kind}: {culprit.failure.message}"
+    code = culprit.exit_code
+    if code is None or code == 0:
+        return f"{name} left before the run was over"
+    if code > 0:
+        return f"{name} ended with exit code {code} and gave no reason"
+    try:
+        signal_name = signal.Signals(-code).name
+    except ValueError:
+        signal_name = f"signal {-code}"
+    hint = " (if nobody did that by hand: often the system, when memory runs out)" if -code == signal.SIGKILL else ""
+    return f"{name} was killed by {signal_name}{hint}"
+
+
+def _log_text(process: RoleProcess | None, count: int = LOG_LINES) -> str:
+    if process is None:
+        return ""
+    lines = process.last_lines(count)
+    shown = f"\nLast lines of its log:\n{lines}" if lines else ""
+    return f"{shown}\nThe whole log: {process.log}"
