@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from slipstream.models.paged_attention import KVPool
 
 
+BLOCK_TOKENS = 16  # positions per block of the KV pool
+
+
 class Segment(NamedTuple):
     """Packed tokens [start, start + length), causal among themselves; they also see all of the parent segment and its ancestors."""
 
@@ -105,3 +108,11 @@ class PagedLayout:
     blocks: int  # per row; L = blocks * BLOCK_TOKENS
     fresh: bool = False  # one row whose new tokens begin at position 0: its keys are the new ones, nothing is read from the pool
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # additive [B, 1, T, L] per window, made at first use
+
+    @cached_property
+    def rows_by_blocks(self) -> dict[int, torch.Tensor]:
+        """Row indices int64[n] by the number of blocks a row really has; row order within each."""
+        out: dict[int, list[int]] = {}
+        for row, last in enumerate(self.positions[:, -1].tolist()):
+            out.setdefault(last // BLOCK_TOKENS + 1, []).append(row)
+        return {blocks: torch.tensor(rows, device=self.positions.device) for blocks, rows in sorted(out.items())}

@@ -10,13 +10,13 @@ Shapes: B = rows, T = new tokens per row, L = keys per row, H = heads, K = key/v
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream.errors import ModelError
-from slipstream.models.layout import PagedLayout
-
-BLOCK_TOKENS = 16
+from slipstream.models.layout import BLOCK_TOKENS, PagedLayout
 
 
 class KVPool:
@@ -85,15 +85,17 @@ def paged_attention(
         raise ModelError(f"{type(module).__name__} has no layer_idx, so its keys and values have no place in the pool")
     rows, heads, new_tokens, _ = query.shape
     layout.pool.write(layer, key, value, layout.write_slots)
-    plain = softcap is None and sinks is None
-    if layout.fresh and plain and (sliding_window is None or new_tokens <= sliding_window):
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    if softcap is not None or sinks is not None:
+        return _plain_attention(layer, query, key, value, layout, _Options(scaling, sliding_window, softcap, sinks)).transpose(1, 2)
+    if layout.fresh:
+        if sliding_window is None or new_tokens <= sliding_window:
+            out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        else:
+            mask = _mask(layout, sliding_window, new_tokens, query.dtype)
+            out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2)
-    if not layout.fresh:
-        key, value = layout.pool.read(layer, layout.block_table, rows)
+    key, value = layout.pool.read(layer, layout.block_table, rows)
     mask = _mask(layout, sliding_window, key.shape[2], query.dtype)
-    if not plain:
-        return _eager(query, key, value, mask, scaling, softcap, sinks).transpose(1, 2)
     if new_tokens == 1:  # the heads of one key head become its queries: no key is read twice
         folded = query.view(rows, key.shape[1], -1, query.shape[-1])
         out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
@@ -115,27 +117,45 @@ def _mask(layout: PagedLayout, window: int | None, num_keys: int, dtype: torch.d
     return mask
 
 
-def _eager(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+class _Options(NamedTuple):
+    scaling: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+def _plain_attention(
+    layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PagedLayout, options: _Options
 ) -> torch.Tensor:
-    """[B, H, T, D] in plain operations, for what SDPA does not know: soft-capped scores and sinks (a logit that takes weight only)."""
+    """[B, H, T, D] in plain operations, for what SDPA does not know: soft-capped scores and sinks.
+
+    Unlike SDPA's, their rounding depends on L. So each row reads exactly its own blocks; rows with equally many go together.
+    """
+    if layout.fresh:
+        return _attend(query, key, value, _mask(layout, options.sliding_window, key.shape[2], query.dtype), options)
+    rows = len(query)
+    mask = _mask(layout, options.sliding_window, layout.blocks * BLOCK_TOKENS, query.dtype)
+    table = layout.block_table.view(rows, layout.blocks)
+    out: torch.Tensor | None = None
+    for num_blocks, index in layout.rows_by_blocks.items():
+        key, value = layout.pool.read(layer, table[index, :num_blocks].reshape(-1), len(index))
+        part = _attend(query[index], key, value, mask[index, ..., : num_blocks * BLOCK_TOKENS], options)
+        out = part.new_empty(rows, *part.shape[1:]) if out is None else out
+        out[index] = part
+    assert out is not None, "a pass has at least one row"
+    return out
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: _Options) -> torch.Tensor:
+    """[B, H, T, D]. A sink is one more score per head that takes weight and no value."""
     rows, heads, new_tokens, width = query.shape
     kv_heads = key.shape[1]
-    grouped = query.view(rows, kv_heads, heads // kv_heads, new_tokens, width)
-    scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2)) * scaling
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores + mask.unsqueeze(2)
-    if sinks is not None:
-        column = sinks.view(1, kv_heads, -1, 1, 1).expand(rows, -1, -1, new_tokens, 1).to(scores.dtype)
-        scores = torch.cat([scores, column], dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    if sinks is not None:
-        weights = weights[..., :-1]
-    return torch.matmul(weights, value.unsqueeze(2)).view(rows, heads, new_tokens, -1)
+    folded = query.reshape(rows, kv_heads, -1, width)  # [B, K, H/K * T, D]
+    scores = (folded @ key.transpose(-1, -2)).view(rows, heads, new_tokens, -1) * options.scaling
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = (scores + mask).float()
+    if options.sinks is not None:
+        scores = torch.cat([scores, options.sinks.float().view(1, -1, 1, 1).expand(rows, -1, new_tokens, 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]].to(value.dtype)
+    return (weights.reshape(rows, kv_heads, -1, key.shape[2]) @ value).view(rows, heads, new_tokens, -1)

@@ -85,14 +85,15 @@ def _invert(logprobs: torch.Tensor, u: np.ndarray) -> np.ndarray:
     chunk = _first_above(outer, target)  # [B, 1]
     below = torch.where(chunk > 0, outer.gather(1, (chunk - 1).clamp_min(0)), 0.0)
     inner = probs.gather(1, chunk[:, :, None].expand(-1, -1, _CHUNK))[:, 0].double().cumsum(-1)  # [B, _CHUNK]
-    return (chunk * _CHUNK + _first_above(inner, (target - below).clamp_min(0.0)))[:, 0].cpu().numpy()
+    token = chunk * _CHUNK + _first_above(inner, (target - below).clamp_min(0.0))
+    return token.clamp_max(vocabulary - 1)[:, 0].cpu().numpy()  # beyond the end only for NaN, whose logprob is then NaN too
 
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """int64[B, 1]: first index whose running sum exceeds the target; where rounding leaves none, the last one that adds anything."""
     found = torch.searchsorted(cumulative, target, right=True)
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous(), right=False)
-    return torch.minimum(found, last)
+    return torch.minimum(found, last).clamp_max(cumulative.shape[1] - 1)
 
 
 def _truncate(logprobs: torch.Tensor, s: Sampling) -> torch.Tensor:

@@ -22,8 +22,8 @@ from slipstream.engines.embedded.sampling import choose, uniforms
 from slipstream.engines.embedded.sequence import Sequence
 from slipstream.errors import RunFailed
 from slipstream.models.head import base_model, head_logits
-from slipstream.models.layout import PagedLayout
-from slipstream.models.paged_attention import BLOCK_TOKENS, KVPool
+from slipstream.models.layout import BLOCK_TOKENS, PagedLayout
+from slipstream.models.paged_attention import KVPool
 from slipstream.types import StopReason
 
 _FIRST_BLOCKS = 4  # per slot: what the pool starts with

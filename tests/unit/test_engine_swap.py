@@ -1,0 +1,193 @@
+"""Weights change between two ticks: what is recorded is what happened."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_harness import Driver, make_engine, plain, prompt, request, tiny_model
+from transformers import DynamicCache
+
+from slipstream.types import Purpose, Span, StopReason
+
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
+
+
+def change_weights(model, seed: int = 1) -> None:
+    """As a weight sync does: the model's own tensors are overwritten."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+
+
+def replay(old, new, ids: list[int], num_old: int, start: int) -> torch.Tensor:
+    """Logprobs of ids[start:] where the first `num_old` positions' keys and values are the old weights', the rest the new ones'."""
+    cache = DynamicCache(config=old.config)
+    out = []
+    with torch.no_grad():
+        for at, token in enumerate(ids[:-1]):
+            model = old if at < num_old else new
+            logits = model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1]
+            if at + 1 >= start:
+                out.append(logits.log_softmax(-1)[ids[at + 1]])
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_straddling_sequence_is_the_new_weights_over_old_keys_and_values(kind: str) -> None:
+    model = tiny_model(kind)
+    driver = Driver(make_engine(model))
+    handles = driver.submit(request(0, 0, prompt(18), 16), request(1, 0, prompt(5), 16))
+    old = plain(model)
+    for _ in range(7):
+        driver.tick()
+    change_weights(model)
+    new = plain(model)
+    driver.engine.set_version(1, 1, "sum-1")
+    driver.drain()
+    for handle in handles:
+        generation, n = driver.generations[handle], driver.generations[handle].start
+        assert generation.spans == [Span(n, n + 7, 1, 0, "engine-0"), Span(n + 7, n + 16, 1, 1, "engine-0")]
+        expected = replay(old, new, driver.ids(handle), num_old=n + 6, start=n)
+        assert (expected - torch.tensor(generation.logprobs)).abs().max() < 1e-4
+        assert driver.gap(handle, new) > 1e-3, "kept keys and values are not the new weights' own"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_sequence_started_after_the_swap_matches_the_new_weights(kind: str) -> None:
+    model = tiny_model(kind)
+    driver = Driver(make_engine(model))
+    driver.submit(request(0, 0, prompt(18), 30))
+    driver.tick()
+    change_weights(model)
+    driver.engine.set_version(1, 1, "sum-1")
+    (handle,) = driver.submit(request(1, 0, prompt(18), 10))
+    driver.drain()
+    assert driver.gap(handle, plain(model)) < 1e-4
+    assert driver.generations[handle].prefill_version == (1, 1)
+
+
+def test_a_late_sample_starts_on_the_prompt_of_the_earlier_version() -> None:
+    """And the record says so: prefill_version 0, tokens of version 1."""
+    model = tiny_model()
+    driver = Driver(make_engine(model, slots=1))
+    early, late = driver.submit(request(0, 0, prompt(18), 4), request(0, 1, prompt(18), 4))
+    old = plain(model)
+    for _ in range(4):
+        driver.tick()
+    change_weights(model)
+    new = plain(model)
+    driver.engine.set_version(1, 1, "sum-1")
+    driver.drain()
+    generation = driver.generations[late]
+    assert driver.generations[early].prefill_version == generation.prefill_version == (1, 0)
+    assert generation.spans == [Span(18, 22, 1, 1, "engine-0")]
+    expected = replay(old, new, driver.ids(late), num_old=17, start=18)  # its own last prompt token is fed under version 1
+    assert (expected - torch.tensor(generation.logprobs)).abs().max() < 1e-4
+    assert driver.num_prefill_tokens == 17
+
+
+def test_a_permit_newer_than_the_prompt_makes_the_prompt_anew() -> None:
+    model = tiny_model()
+    driver = Driver(make_engine(model, slots=1))
+    driver.submit(request(0, 0, prompt(18), 4))
+    (late,) = driver.submit(request(0, 1, prompt(18), 4, min_version=1))
+    for _ in range(4):
+        driver.tick()
+    assert not driver.engine.has_work(), "the late one waits for version 1"
+    change_weights(model)
+    driver.engine.set_version(1, 1, "sum-1")
+    driver.drain()
+    assert driver.generations[late].prefill_version == (1, 1)
+    assert driver.gap(late, plain(model)) < 1e-4
+    assert driver.engine._live.blocks.num_taken == 0
+
+
+def test_reprefill_makes_running_sequences_the_new_weights_own() -> None:
+    model = tiny_model()
+    driver = Driver(make_engine(model))
+    handles = driver.submit(*(request(0, s, prompt(18), 16) for s in range(3)))
+    for _ in range(7):
+        driver.tick()
+    change_weights(model)
+    new = plain(model)
+    driver.engine.set_version(1, 1, "sum-1")
+    driver.engine.reprefill()
+    driver.drain()
+    for handle in handles:
+        generation = driver.generations[handle]
+        assert generation.prefill_version == (1, 1)
+        generation.token_ids, tokens = generation.token_ids[:0], generation.token_ids
+        logits = new(input_ids=torch.tensor([driver.ids(handle) + tokens]), use_cache=False).logits[0, 17 + 7 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[7:])[:, None])[:, 0]
+        assert (expected - torch.tensor(generation.logprobs[7:])).abs().max() < 1e-4
+    assert driver.engine._live.blocks.num_taken == 0
+
+
+def test_no_work_before_the_first_weights() -> None:
+    driver = Driver(make_engine(tiny_model(), version=-1))
+    driver.submit(request(0, 0, prompt(5), 2))
+    assert not driver.engine.has_work()
+    assert len(driver.tick().handles) == 0
+    driver.engine.set_version(1, 0, "sum-0")
+    driver.drain()
+    assert driver.engine.num_running == 0
+
+
+def evaluation(group: int, sample: int, ids, new: int = 8, **fields):
+    return request(group, sample, ids, new, purpose=Purpose.EVAL, **fields)
+
+
+def test_pinned_requests_run_on_the_copy_while_the_live_weights_move_on() -> None:
+    model = tiny_model()
+    driver = Driver(make_engine(model))
+    old = plain(model)
+    assert driver.engine.pin() == (1, 0, "sum-0")
+    (train,) = driver.submit(request(0, 0, prompt(18), 30))
+    (pinned,) = driver.submit(evaluation(0, 0, prompt(18), 12))
+    driver.tick()
+    change_weights(model)
+    driver.engine.set_version(1, 1, "sum-1")
+    driver.drain()
+    assert driver.gap(pinned, old) < 1e-4
+    assert [s.version for s in driver.generations[pinned].spans] == [0]
+    assert [s.version for s in driver.generations[train].spans] == [0, 1]
+    assert driver.engine.unpin() > 0
+    assert driver.engine.unpin() == 0.0
+
+
+def test_pinned_ticks_are_at_most_every_fourth_while_training_runs() -> None:
+    driver = Driver(make_engine(tiny_model()))
+    driver.engine.pin()
+    (train,) = driver.submit(request(0, 0, prompt(5), 30))
+    (pinned,) = driver.submit(evaluation(0, 0, prompt(5), 30))
+    for _ in range(20):
+        driver.tick()
+    assert len(driver.generations[pinned].token_ids) == 5
+    assert len(driver.generations[train].token_ids) == 15
+    driver.drain()
+    assert len(driver.generations[pinned].token_ids) == 30
+
+
+def test_unpin_aborts_what_still_runs_on_the_copy() -> None:
+    driver = Driver(make_engine(tiny_model()))
+    driver.engine.pin()
+    (pinned,) = driver.submit(evaluation(0, 0, prompt(5), 30))
+    driver.tick()
+    driver.engine.unpin()
+    driver.drain()
+    assert driver.generations[pinned].stop_reason is StopReason.ABORT
+    assert len(driver.generations[pinned].token_ids) == 1
+
+
+def test_pin_is_checked() -> None:
+    engine = make_engine(tiny_model())
+    with pytest.raises(ValueError, match="no version is pinned"):
+        engine.submit(evaluation(0, 0, prompt(5)))
+    engine.pin(share=True)
+    with pytest.raises(ValueError, match="version 0 is pinned already"):
+        engine.pin()
+    with pytest.raises(ValueError, match="pinned without a copy"):
+        engine.set_version(1, 1, "sum-1")
+    engine.unpin()
+    engine.set_version(1, 1, "sum-1")
