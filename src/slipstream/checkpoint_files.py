@@ -33,8 +33,12 @@ def verify_checkpoint(folder: str | os.PathLike[str]) -> CheckpointManifest:
     """The manifest of a folder whose every file is as written; CheckpointError names the first file that is not."""
     folder = Path(folder)
     manifest = read_manifest(folder)
+    if not manifest.files:
+        raise CheckpointError(f"{folder / MANIFEST} names no files")
     for name, (nbytes, digest) in manifest.files.items():
         path = folder / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{folder / MANIFEST} names {name!r}, which is not inside the folder")
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; the checkpoint is damaged and is not used")
         if path.stat().st_size != nbytes:

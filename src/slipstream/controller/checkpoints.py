@@ -14,52 +14,17 @@ import shutil
 from pathlib import Path
 
 import msgspec
-import xxhash
 
+from slipstream.checkpoint_files import MANIFEST, fsync, verify_checkpoint
 from slipstream.errors import CheckpointError
 from slipstream.protocols import CheckpointManifest
 
-MANIFEST = "manifest.json"
-_READ_BYTES = 8 << 20
-_manifest_decoder = msgspec.json.Decoder(CheckpointManifest)
-
-
-def read_manifest(folder: Path) -> CheckpointManifest:
-    try:
-        return _manifest_decoder.decode((folder / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it is not a whole checkpoint") from None
-    except (OSError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{folder}/{MANIFEST} cannot be read: {error}") from error
-
-
 def verify(folder: Path, expected: CheckpointManifest | None = None) -> CheckpointManifest:
-    """Check every file's size and hash against the manifest; the manifest. Raises CheckpointError that names the first wrong file."""
-    manifest = read_manifest(folder)
-    if expected is not None and manifest != expected and msgspec.json.encode(manifest) != msgspec.json.encode(expected):
-        raise CheckpointError(f"{folder}/{MANIFEST} is not the manifest that was reported")
-    if not manifest.files:
-        raise CheckpointError(f"{folder}: the manifest names no files")
-    for name, (size, digest) in sorted(manifest.files.items()):
-        path = folder / name
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{folder}: the manifest names {name!r}, which is not inside the folder")
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing")
-        if path.stat().st_size != size:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, {size} were written")
-        if (found := hash_file(path)) != digest:
-            raise CheckpointError(f"{path} is damaged: its hash is {found}, written was {digest}")
+    """The manifest of a whole checkpoint (see `checkpoint_files`). Raises CheckpointError that names the first wrong file."""
+    manifest = verify_checkpoint(folder)
+    if expected is not None and msgspec.json.encode(manifest) != msgspec.json.encode(expected):
+        raise CheckpointError(f"{folder / MANIFEST} is not the manifest that was reported")
     return manifest
-
-
-def hash_file(path: Path) -> str:
-    """xxh3-128 (hex) of the file's bytes."""
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -72,7 +37,7 @@ def install(checkpoints: Path, temporary: str, step: int) -> Path:
     if target.exists():
         set_aside(target, "old")
     os.rename(source, target)
-    fsync_folder(checkpoints)
+    fsync(checkpoints)
     return target
 
 
@@ -106,7 +71,7 @@ def set_aside(folder: Path, why: str) -> Path:
         number += 1
         target = folder.with_name(f"{stem}.{number}")
     os.rename(folder, target)
-    fsync_folder(folder.parent)
+    fsync(folder.parent)
     return target
 
 
@@ -114,11 +79,3 @@ def found_steps(checkpoints: Path) -> list[int]:
     """Steps of the checkpoint folders in view, newest first."""
     names = (re.fullmatch(r"step-(\d+)", p.name) for p in checkpoints.iterdir() if p.is_dir())
     return sorted((int(m[1]) for m in names if m), reverse=True)
-
-
-def fsync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -96,7 +96,6 @@ class Controller:
         self._events = 0  # changes of any kind
         self._group_events = 0  # changes that bring a batch nearer
         self._commit: asyncio.Future[None] | None = None
-        self._idle_share = 0.0  # engine slots free behind the gate, as a share, over all waiting workers
 
     # -- what the launcher asks
 
@@ -117,6 +116,14 @@ class Controller:
     def start_checkpoint(self) -> Path | None:
         """The folder that the trainer loads; None for the initial model."""
         return self.start.folder
+
+    @property
+    def broker(self) -> Broker:
+        return self.core.broker
+
+    @property
+    def observer(self) -> Observer:
+        return self.core.observer
 
     @property
     def staleness_bound(self) -> int:
@@ -157,29 +164,43 @@ class Controller:
         """First Ctrl-C: no more admissions, no further batch, workers are told to leave. Returns at once."""
         self.core.request_stop(reason)
         self._commit_soon()
-        self.notify()
+        self.wake()
 
     def fail(self, error: BaseException) -> None:
         """End the run: everyone who waits, and everyone who asks from now on, gets this error. The first one counts."""
         self.core.fail(error)
-        self.notify()
+        self.wake()
+
+    async def changed(self) -> None:
+        """Wait for the next change. No deadline of its own: the caller has one."""
+        await self._changed.wait()
+
+    def why_waiting(self) -> str:
+        """What the run waits for, in words."""
+        return f"{self.core.why_no_batch(self.core.state.next_batch)}; {self.core.why_no_work()}"
 
     def reassign_running(self) -> None:
-        """Hand running groups out again with their recorded prefixes."""
+        """The worker is gone or starts anew: hand running groups out again with their recorded prefixes, order its evaluation again."""
         self.core.reassign_running()
-        self.notify()
+        self._commit_soon()
+        self.wake()
 
     def engine_gone(self, engine_id: str, reason: str = "") -> None:
         """The engine is out of service: slots no longer wait for it, its lease ends."""
         self.core.engine_gone(engine_id, reason)
         self._commit_soon()
-        self.notify()
+        self.wake()
 
-    def notify(self) -> None:
+    def wake(self) -> None:
         """Let everyone who waits look again; for changes made outside, such as a broker that lets a version go."""
         self._events += 1
+        self.core.measure_idle()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+    async def changed(self) -> None:
+        """Wait for the next change of any kind."""
+        await self._changed.wait()
 
     def close(self) -> None:
         """Commit, close the ledger, give the folder back."""
@@ -192,29 +213,15 @@ class Controller:
     # -- rollout worker
 
     async def admit(self, room: int) -> Work:
-        work = self.core.admit(room)
-        if work is None:
-            work = await self._idle_until_work(room)
+        work = await self._wait(
+            lambda: self.core.admit(room),
+            lambda: f"a rollout worker with room for {room} groups gets no work: {self.core.why_no_work()}",
+            self._quiet_s,
+            lambda: self._events,
+        )
+        self.core.measure_idle()
         await self._durable()
         return work
-
-    async def _idle_until_work(self, room: int) -> Work:
-        core = self.core
-        share = room * core.state.group_size / core.config.engine.slots
-        self._idle(+share)
-        try:
-            return await self._wait(
-                lambda: core.admit(room),
-                lambda: f"a rollout worker with room for {room} groups gets no work: {core.why_no_work()}",
-                self._quiet_s,
-                lambda: self._events,
-            )
-        finally:
-            self._idle(-share)
-
-    def _idle(self, change: float) -> None:
-        self._idle_share += change
-        self.core.times.rollout_idle.set(self.core.clock.now(), min(1.0, max(0.0, self._idle_share)))
 
     async def progress(self, chunks: list[PrefixChunk]) -> None:
         self.core.progress(chunks)
@@ -226,12 +233,12 @@ class Controller:
 
     async def finish_evaluation(self, result: EvalResult) -> None:
         self.core.finish_evaluation(result)
-        self.notify()
+        self.wake()
         await self._durable()
 
     async def _groups_moved(self) -> None:
         self._group_events += 1
-        self.notify()
+        self.wake()
         await self._durable()
 
     # -- trainer
@@ -253,7 +260,7 @@ class Controller:
         if batch is not None:
             now = core.clock.now()
             core.times.batch_arrived(now, now - asked_at)
-            self.notify()
+            self.wake()
             await self._durable()
         return batch
 
@@ -262,12 +269,12 @@ class Controller:
 
     async def publish(self, slot: int, manifest: Manifest) -> None:
         self.core.publish(slot, manifest)
-        self.notify()
+        self.wake()
         await self._durable()
 
     async def finish_step(self, report: StepReport) -> None:
         self.core.finish_step(report)
-        self.notify()
+        self.wake()
         await self._durable()
 
     async def checkpoint_context(self) -> tuple[str, int, int]:
@@ -287,7 +294,7 @@ class Controller:
         await self._blocking(checkpoints.verify, folder / temporary, manifest)
         await self._blocking(checkpoints.install, folder, temporary, manifest.step)
         gone = core.checkpoint_committed(manifest)
-        self.notify()
+        self.wake()
         await self._durable()
         await self._blocking(checkpoints.discard, folder, gone)
         core.prune()
@@ -313,7 +320,7 @@ class Controller:
 
     async def confirm_weights(self, slot: int, report: EngineReport) -> None:
         self.core.confirm_weights(slot, report)
-        self.notify()
+        self.wake()
         await self._durable()
 
     # -- waiting and durability

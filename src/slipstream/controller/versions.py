@@ -14,6 +14,9 @@ class Broker(Protocol):
     """Who may write and who reads which weight slot; `weight_sync.slots.SlotBroker`, or one that holds engines back."""
 
     @property
+    def num_slots(self) -> int: ...
+
+    @property
     def newest(self) -> Manifest | None: ...
 
     def begin_write(self) -> int: ...

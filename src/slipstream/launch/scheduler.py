@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 class OutsideCalls(Protocol):
     @property
-    def outstanding(self) -> int: ...
+    def num_outstanding(self) -> int: ...
 
-    async def settle(self) -> int: ...
+    async def settle(self) -> None: ...
 
 
 async def run_until_blocked() -> None:
@@ -35,6 +35,6 @@ async def run_until_blocked() -> None:
 async def settle(outside: OutsideCalls) -> None:
     """Run every task and every outside call to its next wait. Each outside call has a deadline of its own, so this ends."""
     await run_until_blocked()
-    while outside.outstanding:
+    while outside.num_outstanding:
         await outside.settle()
         await run_until_blocked()

@@ -1,0 +1,164 @@
+"""The inline launcher: every role in this process and thread, scheduled by engine ticks. For tests, debuggers, Macs, exact runs.
+
+    controller ◄── direct calls ── worker, trainer (tasks of one event loop)         engine: ticked by `InlineRun._turn`
+
+With `run.deterministic` a checkpoint is a canonical point: the worker is stopped with its prefixes recorded, and running groups are
+handed out again with those, so the uninterrupted run goes through exactly what a resume goes through.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slipstream.controller.controller import Controller
+from slipstream.engines.embedded.client import InProcessClient
+from slipstream.errors import DeadlineExceeded
+from slipstream.launch.assemble import ENGINE_ID, EngineWeights, build_engine, build_trainer, build_worker
+from slipstream.launch.context import RunContext
+from slipstream.launch.page import NullProgress
+from slipstream.launch.scheduler import run_until_blocked, settle
+from slipstream.protocols import CheckpointManifest, Scorer, WeightsOffer
+from slipstream.rollout.external import TickedCalls
+from slipstream.scoring.scorers import make_scorers
+from slipstream.trainer.loop import run_trainer
+from slipstream.types import EngineReport
+from slipstream.weight_sync.lag import LagBroker
+from slipstream.weight_sync.memory import MemoryFile
+
+BLOCKED_DEADLINE_S = 900.0  # nothing can run and no outside call is out: only the controller's own deadlines can end this wait
+
+
+async def run_inline(context: RunContext, controller: Controller, rewards: Sequence[Callable[..., Any]]) -> None:
+    """Run to the end, or raise the error of the role that ended it. `rewards` are callables besides those of the settings."""
+    scorers = make_scorers(context.config.reward, rewards)
+    slots = [MemoryFile.create(f"weights-{i}") for i in range(controller.core.broker.num_slots)]
+    run = InlineRun(context, controller, scorers, slots)
+    try:
+        await run.run()
+    finally:
+        await run.close()
+        for slot in slots:
+            slot.close()
+
+
+class InlineRun:
+    """The roles of one run and the turn that drives them."""
+
+    def __init__(self, context: RunContext, controller: Controller, scorers: Sequence[Scorer], slots: Sequence[MemoryFile]):
+        self._context, self._controller = context, controller
+        self._outside = TickedCalls()
+        self._engine, info = build_engine(context.config)
+        self._load_weights = EngineWeights(self._engine, slots)
+        self._client = InProcessClient(self._engine)
+        self._trainer, self._publisher = build_trainer(context, slots)
+        self._worker = build_worker(context, controller, self._client, scorers, self._engine.max_context, external=self._outside)
+        for note in dict.fromkeys((*info.notes, *self._worker.notes)):
+            controller.core.observer.note(note)
+        self._trainer_task: asyncio.Task[None] | None = None
+        self._worker_task: asyncio.Task[None] | None = None
+        self._offer: asyncio.Task[WeightsOffer] | None = None
+
+    async def run(self) -> None:
+        """Turns until trainer and worker have left."""
+        api = _CanonicalPoints(self) if self._context.config.run.deterministic else self._controller
+        self._trainer_task = asyncio.create_task(
+            run_trainer(self._trainer, api, self._publisher, self._context.checkpoints, NullProgress()), name="trainer"
+        )
+        while not self._trainer_task.done() or self._worker_task is None or not self._worker_task.done():
+            await self._turn()
+        await asyncio.gather(self._trainer_task, self._worker_task)
+
+    async def _turn(self) -> None:
+        """Settle, adopt, tick: see `scheduler`."""
+        await settle(self._outside)
+        self._raise_failure()
+        if await self._adopt():
+            return
+        if self._worker_task is None:  # at the start and after a canonical point: once the engine holds the newest version
+            self._worker_task = asyncio.create_task(self._worker.run(), name="rollout worker")
+            return
+        if self._engine.has_work():
+            self._client.feed(self._engine.tick())
+        elif not self._release_lagging():
+            await self._wait()
+
+    async def _adopt(self) -> bool:
+        """Take the weights on offer, if any."""
+        if self._offer is None:
+            self._offer = asyncio.create_task(self._controller.next_weights(ENGINE_ID, *self._engine.version), name="engine: next weights")
+            await run_until_blocked()
+        if not self._offer.done():
+            return False
+        offer, self._offer = self._offer.result(), None
+        manifest = offer.manifest
+        checksum = self._load_weights(offer)
+        self._engine.set_version(manifest.incarnation, manifest.version, checksum)
+        report = EngineReport(engine_id=ENGINE_ID, incarnation=manifest.incarnation, version=manifest.version, checksum=checksum)
+        await self._controller.confirm_weights(offer.slot, report)
+        return True
+
+    def _release_lagging(self) -> bool:
+        """With `weight_sync.lag`: the engine has run dry behind the gate, so it may take the next version."""
+        broker = self._controller.core.broker
+        if not isinstance(broker, LagBroker) or not broker.release_next():
+            return False
+        self._controller.notify()
+        return True
+
+    async def _wait(self) -> None:
+        """Nothing can run now: a deadline (a stop's grace, a stalled batch) must pass, or a role is just leaving."""
+        tasks = [task for task in (self._trainer_task, self._worker_task) if task is not None and not task.done()]
+        if not tasks:
+            return
+        changed = asyncio.create_task(self._controller.changed(), name="inline: controller changed")
+        try:
+            done, _ = await asyncio.wait([*tasks, changed], timeout=BLOCKED_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            changed.cancel()
+        if not done:
+            raise DeadlineExceeded(
+                f"nothing could run for {BLOCKED_DEADLINE_S:.0f} s: {self._controller.core.why_no_batch(self._trainer.step)}"
+            )
+
+    def _raise_failure(self) -> None:
+        for task in (self._trainer_task, self._worker_task):
+            if task is not None and task.done() and task.exception() is not None:
+                raise task.exception()  # type: ignore[misc]
+
+    async def pause_worker(self) -> None:
+        """Stop the worker with its prefixes recorded; the next turns start it again with what the controller hands out."""
+        if self._worker_task is None:
+            return
+        await self._worker.stop(0.0)
+        await self._worker_task
+        self._worker_task = None
+        self._controller.reassign_running()
+
+    async def outside(self, key: tuple[Any, ...], awaitable: Any) -> Any:
+        return await self._outside.run(key, awaitable)
+
+    async def close(self) -> None:
+        tasks = [task for task in (self._worker_task, self._trainer_task, self._offer) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._worker.close()
+
+
+class _CanonicalPoints:
+    """The controller as the trainer of a deterministic run sees it: a checkpoint begins by stopping the worker."""
+
+    def __init__(self, run: InlineRun):
+        self._run, self._controller = run, run._controller
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._controller, name)
+
+    async def checkpoint_context(self) -> tuple[str, int, int]:
+        await self._run.outside(("", "checkpoint"), self._run.pause_worker())
+        return await self._controller.checkpoint_context()
+
+    async def commit_checkpoint(self, temporary: str, manifest: CheckpointManifest) -> None:
+        await self._controller.commit_checkpoint(temporary, manifest)

@@ -1,0 +1,281 @@
+"""One run from settings to summary: the Python entry point, which the `train` verb calls too. Imports no torch by itself.
+
+settings ─► run folder (locked) ─► data ─► ledger and controller ─► launcher (inline | local) ─► summary
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from slipstream.config.load import LoadedConfig, check_config, load_config, load_tables
+from slipstream.config.resume import check_resume
+from slipstream.config.save import save_config
+from slipstream.config.settings import Config
+from slipstream.controller.controller import Controller, open_controller
+from slipstream.controller.run_folder import RunFolder
+from slipstream.controller.versions import Broker
+from slipstream.data.dataset import Data, load_data
+from slipstream.data.prompts import render_messages
+from slipstream.errors import ConfigError
+from slipstream.launch.context import RunContext
+from slipstream.launch.fingerprint import code_version, numerics
+from slipstream.observe.observer import RunObserver, open_observer
+from slipstream.observe.samples import prompt_text
+from slipstream.observe.summary import summarize
+from slipstream.protocols import Observer
+from slipstream.types import EvalResult, Group
+from slipstream.weight_sync.lag import LagBroker
+from slipstream.weight_sync.slots import SlotBroker, slots_for
+
+T = TypeVar("T")
+Reward = Callable[..., Any]
+OnStep = Callable[[dict[str, Any]], None]
+NEWEST = "newest"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run came to."""
+
+    run_folder: Path
+    metrics: dict[str, Any]  # the object of `train --json`
+
+
+def train(
+    config: Config | LoadedConfig | None = None,
+    *,
+    model: str | None = None,
+    data: str | Sequence[Mapping[str, Any]] | None = None,
+    reward: Reward | Sequence[Reward] | None = None,
+    on_step: OnStep | None = None,
+    resume: str | Path | None = None,
+    rewind: int | None = None,
+    stream: IO[str] | None = None,
+    started: float | None = None,
+    **tables: Any,
+) -> Result:
+    """Train, and return when the run has ended.
+
+    Either a `Config`, or the short form: `model` and `data` are names as in a run file (`data` may also be a list of rows), `reward` is
+    one or more functions, and further tables are keywords, e.g. `trainer={"steps": 20}`. Reward functions given here run in threads of
+    this process, so closures work. `on_step` gets the metric line of every step. `resume` is a run folder or "newest"; `rewind` goes
+    back to that step's checkpoint on purpose. `stream` is where the display goes (None: nowhere), `started` the monotonic second from
+    which `wall_s` counts.
+
+    Works inside a running event loop (a notebook): the run then has a thread of its own. The first Ctrl-C saves and ends the run with what
+    it has; the second stops at once (KeyboardInterrupt).
+
+    Raises ConfigError for wrong settings, and otherwise the error of the part that ended the run.
+    """
+    rewards: tuple[Reward, ...] = () if reward is None else (reward,) if callable(reward) else tuple(reward)
+    rows = None if data is None or isinstance(data, str) else list(data)
+    source = data if isinstance(data, str) else None
+    loaded = _settings(config, model, source, tables, reward_given=bool(rewards))
+    run = _Run(loaded, rewards, rows, on_step, stream, time.monotonic() if started is None else started)
+    return _run_blocking(lambda: run.run(resume, rewind), run)
+
+
+def _settings(
+    config: Config | LoadedConfig | None, model: str | None, data: str | None, tables: dict[str, Any], *, reward_given: bool
+) -> LoadedConfig:
+    if config is None:
+        for table, name, value in (("model", "name", model), ("data", "train", data)):
+            if value is not None:
+                tables[table] = {**tables.get(table, {}), name: value}
+        return load_tables(tables, reward_given=reward_given)
+    if model is not None or data is not None or tables:
+        raise ConfigError("give either a Config or model, data and tables, not both")
+    if isinstance(config, LoadedConfig):
+        return config
+    check_config(config, reward_given=reward_given)
+    return LoadedConfig(config, {}, Path.cwd())
+
+
+class _Run:
+    """One call of `train`: what it was given, and how it is stopped."""
+
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        rewards: tuple[Reward, ...],
+        rows: list[Mapping[str, Any]] | None,
+        on_step: OnStep | None,
+        stream: IO[str] | None,
+        started: float,
+    ):
+        self._loaded, self._config = loaded, loaded.config
+        self._rewards, self._rows, self._on_step = rewards, rows, on_step
+        self._stream, self._started = stream, started
+        self._controller: Controller | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[Any] | None = None
+        self._interrupts = 0
+
+    async def run(self, resume: str | Path | None, rewind: int | None) -> Result:
+        self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
+        config = self._config
+        folder = _open_folder(config, resume)
+        data = load_data(config, self._loaded.base_folder, self._rows)
+        folder.lock()  # before anything in it is touched
+        observer = open_observer(folder.path, config, stream=self._stream, describe_item=_item_text(config, data))
+        try:
+            save_config(config, folder.config)
+            return await self._launch(folder, data, observer, rewind)
+        finally:
+            observer.close()
+            folder.release()
+
+    async def _launch(self, folder: RunFolder, data: Data, observer: RunObserver, rewind: int | None) -> Result:
+        config, broker = self._config, _broker(self._config)
+        for note in data.notes():
+            observer.note(note)
+        controller = open_controller(
+            folder,
+            config,
+            rows=data.train,
+            eval_rows=data.eval,
+            data_fingerprint=data.fingerprint,
+            broker=broker,
+            observer=_CallsBack(observer, self._on_step) if self._on_step else observer,
+            fingerprint=numerics(config),
+            code_version=code_version(),
+            rewind=rewind,
+        )
+        self._controller = controller
+        context = RunContext(config, self._loaded.base_folder, folder.path, controller.incarnation, controller.start_step)
+        try:
+            if config.launch == "inline":
+                from slipstream.launch.inline import run_inline
+
+                await run_inline(context, controller, self._rewards)
+            else:
+                from slipstream.launch.local import run_local
+
+                await run_local(context, controller, self._rewards)
+            state = controller.core.state
+        finally:
+            self._controller = None
+            controller.close()
+        return Result(folder.path, summarize(state, config, str(folder.path), time.monotonic() - self._started))
+
+    def interrupt(self) -> None:
+        """Called from any thread, or by a signal: the first time the run saves and ends, the second time it stops at once."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._interrupt)
+
+    def _interrupt(self) -> None:
+        self._interrupts += 1
+        if self._interrupts == 1 and self._controller is not None:
+            self._controller.core.observer.note("stopping: this step ends, a checkpoint is saved; Ctrl-C again stops at once")
+            self._controller.request_stop("interrupted")
+        elif self._main is not None:
+            self._main.cancel()
+
+    @property
+    def stopped_at_once(self) -> bool:
+        return self._interrupts > 1 or (self._interrupts == 1 and self._controller is None)
+
+
+class _CallsBack:
+    """An observer that also calls `on_step`. The caller's exception is its own affair and ends the run."""
+
+    def __init__(self, observer: Observer, on_step: OnStep):
+        self._observer, self._on_step = observer, on_step
+
+    def step(self, line: dict[str, Any], groups: tuple[Group, ...]) -> None:
+        self._observer.step(line, groups)
+        self._on_step(line)
+
+    def evaluation(self, line: dict[str, Any], result: EvalResult) -> None:
+        self._observer.evaluation(line, result)
+
+    def note(self, text: str) -> None:
+        self._observer.note(text)
+
+
+def _open_folder(config: Config, resume: str | Path | None) -> RunFolder:
+    """A new run folder, or the one to go on with; its recorded settings must allow the new ones."""
+    if resume is None:
+        return RunFolder.create(config.run.name, config.run.folder)
+    folder = RunFolder.newest(config.run.name) if str(resume) == NEWEST else RunFolder.open(resume)
+    recorded = load_config([folder.config], reward_given=True, checked=False).config
+    check_resume(recorded, config, str(folder.path))
+    return folder
+
+
+def _broker(config: Config) -> Broker:
+    lag = config.weight_sync.lag
+    return SlotBroker(slots_for(1)) if lag is None else LagBroker(lag)
+
+
+def _item_text(config: Config, data: Data) -> Callable[[int], str]:
+    """The prompt of an evaluation row, for samples.jsonl and the display."""
+    return lambda index: prompt_text(render_messages(data.eval[index], config.data)[-1:])
+
+
+# ---- threads and signals ---------------------------------------------------------------------------------------------------------
+
+
+def _run_blocking(main: Callable[[], Awaitable[T]], run: _Run) -> T:
+    """Run a coroutine function to its end: in this thread, or beside a running event loop in a thread of its own."""
+    if not _loop_runs_here() and threading.current_thread() is threading.main_thread():
+        with _signals(run):
+            return _until_done(main, run)
+    outcome: list[tuple[Any, BaseException | None]] = []
+    context = contextvars.copy_context()
+
+    def target() -> None:
+        try:
+            outcome.append((context.run(_until_done, main, run), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=target, name="slipstream run", daemon=True)
+    thread.start()
+    while not outcome:
+        try:
+            thread.join()
+        except KeyboardInterrupt:
+            run.interrupt()
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def _until_done(main: Callable[[], Awaitable[T]], run: _Run) -> T:
+    with asyncio.Runner() as runner:
+        try:
+            return runner.run(main())  # type: ignore[arg-type]
+        except asyncio.CancelledError:
+            if run.stopped_at_once:
+                raise KeyboardInterrupt from None
+            raise
+
+
+def _loop_runs_here() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _signals(run: _Run) -> Iterator[None]:
+    """Ctrl-C and SIGTERM stop the run in good order; the handlers found are put back."""
+    before = {number: signal.signal(number, lambda *_: run.interrupt()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
