@@ -37,6 +37,7 @@ def slots():
         file.close()
 
 
+@pytest.mark.timeout(60)
 def test_no_mixture_while_both_run(slots):
     broker, lock, last = SlotBroker(), threading.Lock(), 300
     trainer, engine = Weights(), Weights()
