@@ -19,6 +19,7 @@ from slipstream.checkpoint_files import MANIFEST, fsync, verify_checkpoint
 from slipstream.errors import CheckpointError
 from slipstream.protocols import CheckpointManifest
 
+
 def verify(folder: Path, expected: CheckpointManifest | None = None) -> CheckpointManifest:
     """The manifest of a whole checkpoint (see `checkpoint_files`). Raises CheckpointError that names the first wrong file."""
     manifest = verify_checkpoint(folder)

@@ -152,7 +152,7 @@ class Controller:
         return self.core.totals()
 
     async def wait_finished(self) -> str:
-        """ "finished" or "stopped"; raises the error that ends the run."""
+        """How the run ended, "finished" or "stopped"; raises the error that ends the run."""
 
         def ended() -> str | None:
             self.core.check()
@@ -197,10 +197,6 @@ class Controller:
         self.core.measure_idle()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-    async def changed(self) -> None:
-        """Wait for the next change of any kind."""
-        await self._changed.wait()
 
     def close(self) -> None:
         """Commit, close the ledger, give the folder back."""

@@ -45,6 +45,8 @@ from slipstream.types import (
     Work,
 )
 
+UNFIT_CAUSES = ("prompt does not fit",)  # failures that another attempt cannot change
+
 
 class ControllerCore:
     """Admission, buffer, versions, evaluations and the ledger of one incarnation, synchronously."""
@@ -73,6 +75,7 @@ class ControllerCore:
         self._started_at = clock.now()
         self._unassigned = sorted(g.group_id for g in state.live.values() if g.status is GroupStatus.RUNNING)
         self._running_since: dict[int, float] = {}  # handed-out groups -> when
+        self._ended_samples: dict[int, set[int]] = {}  # handed-out groups -> samples whose generation has ended
         self._groups: dict[int, Group] = {}  # finished groups in memory; after a resume they are read from the ledger when needed
         self._batches: dict[int, Batch] = {}  # handed to the trainer, not finished
         self._points: dict[int, ev.Point] = {}  # ledger_seq -> where the draws stood when a checkpoint asked
@@ -186,9 +189,26 @@ class ControllerCore:
         )
 
     def reassign_running(self) -> None:
-        """Hand every running group out again, with its recorded prefix: its worker is gone, or starts anew at a canonical point."""
+        """The worker is gone, or starts anew at a canonical point: hand every running group out again, with its recorded prefix.
+
+        A running evaluation is ordered again from its beginning.
+        """
         self._unassigned = sorted(g.group_id for g in self.state.live.values() if g.status is GroupStatus.RUNNING)
         self._running_since.clear()
+        self._ended_samples.clear()
+        if self.state.evaluations.running is not None:
+            self._record(ev.EvaluationAborted(number=self.state.evaluations.running.number))
+
+    def measure_idle(self) -> None:
+        """Note how many engine slots are free behind the closed gate from now on; call after every change."""
+        free = 0.0
+        if self._running_since or self._unassigned or self.state.next_draw:
+            closed = self.gate == 0 and not self.finished
+            slots, size = self.config.engine.slots, self.state.group_size
+            active = size * len(self._running_since) - sum(map(len, self._ended_samples.values()))
+            free = max(0, slots - active) / slots if closed else 0.0
+        if free != self.times.rollout_idle.level:
+            self.times.rollout_idle.set(self.clock.now(), free)
 
     def progress(self, chunks: Sequence[PrefixChunk]) -> None:
         """Record chunks; what is known already, or belongs to an attempt that is over, is left out."""
@@ -209,6 +229,8 @@ class ControllerCore:
         self._record(ev.PrefixesRecorded(chunks=tuple((c.group_id, c.sample, c.attempt, c.start, len(c.token_ids)) for c in fresh)))
         for chunk in fresh:
             self.ledger.put_prefix(chunk, self.state.incarnation)
+            if chunk.stop_reason is not None and chunk.group_id in self._running_since:
+                self._ended_samples.setdefault(chunk.group_id, set()).add(chunk.sample)
 
     def finish_group(self, group: Group) -> None:
         """Take in a group that has run. A second report of the same attempt changes nothing."""
@@ -221,6 +243,7 @@ class ControllerCore:
         if group.draw.row != live.row:
             raise LedgerError(f"group {group.group_id} comes back with row {group.draw.row}, drawn was row {live.row}")
         self._running_since.pop(group.group_id, None)
+        self._ended_samples.pop(group.group_id, None)
         if group.group_id in self._unassigned:
             self._unassigned.remove(group.group_id)
         failure, tokens = buffer.failure_of(group), buffer.num_sampled_tokens(group)
@@ -241,7 +264,10 @@ class ControllerCore:
         self._check_barren()
 
     def _attempt_failed(self, cause: str, facts: dict[str, Any]) -> None:
-        if facts["attempt"] + 1 < self.config.rollout.max_attempts:
+        if cause.startswith(UNFIT_CAUSES):
+            self.observer.note(f"group {facts['group_id']} is skipped: {cause}")
+            self._record(ev.Dropped(reason=cause.split(":")[0], cause=cause, **facts))
+        elif facts["attempt"] + 1 < self.config.rollout.max_attempts:
             self._record(ev.AttemptFailed(cause=cause, **facts))
             insort(self._unassigned, facts["group_id"])
         else:

@@ -192,6 +192,12 @@ class EvaluationSkipped(Event, tag="evaluation_skipped", frozen=True, kw_only=Tr
     reason: str = ""
 
 
+class EvaluationAborted(Event, tag="evaluation_aborted", frozen=True, kw_only=True):
+    """Its worker is gone; it stays due."""
+
+    number: int
+
+
 class StopRequested(Event, tag="stop_requested", frozen=True, kw_only=True):
     reason: str = ""
 
@@ -215,6 +221,7 @@ AnyEvent = (
     | EvaluationOrdered
     | EvaluationFinished
     | EvaluationSkipped
+    | EvaluationAborted
     | StopRequested
 )
 

@@ -549,6 +549,12 @@ def _evaluation_skipped(state: RunState, event: ev.EvaluationSkipped) -> None:
     state.evaluations.num_skipped += 1
 
 
+def _evaluation_aborted(state: RunState, event: ev.EvaluationAborted) -> None:
+    running = state.evaluations.running
+    _refuse_unless(running is not None and running.number == event.number, f"evaluation {event.number} was aborted, but does not run")
+    state.evaluations.running = None
+
+
 _HANDLERS = {
     ev.RunStarted: _run_started,
     ev.SettingsChanged: _settings_changed,
@@ -568,5 +574,6 @@ _HANDLERS = {
     ev.EvaluationOrdered: _evaluation_ordered,
     ev.EvaluationFinished: _evaluation_finished,
     ev.EvaluationSkipped: _evaluation_skipped,
+    ev.EvaluationAborted: _evaluation_aborted,
     ev.StopRequested: _stop_requested,
 }

@@ -1,0 +1,181 @@
+"""Fakes that the controller's tests share: settings, records, and roles that ask what the real ones ask without doing any work."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+
+from slipstream.checkpoint_files import describe_files, write_bytes, write_manifest
+from slipstream.config import Config
+from slipstream.controller.controller import Controller, open_controller
+from slipstream.controller.run_folder import RunFolder
+from slipstream.protocols import CheckpointManifest, Manifest
+from slipstream.types import Assignment, EngineReport, EvalItem, EvalResult, Group, Rollout, RolloutStatus, Span, StepReport
+from slipstream.weight_sync.slots import SlotBroker
+
+
+class Notes:
+    """An observer that remembers."""
+
+    def __init__(self):
+        self.steps, self.evaluations, self.notes = [], [], []
+
+    def step(self, line, groups):
+        self.steps.append((line, groups))
+
+    def evaluation(self, line, result):
+        self.evaluations.append(line)
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+def config(**tables) -> Config:
+    base = {
+        "launch": "inline",
+        "rollout": {"group_size": 2},
+        "trainer": {"steps": 6, "groups_per_step": 2},
+        "buffer": {"max_staleness": 1, "window": 1},
+        "evaluation": {"every": 3},
+        "checkpoint": {"every": 2, "keep": 2},
+    }
+    for name, table in tables.items():
+        base[name] = base.get(name, {}) | table if isinstance(table, dict) else table
+    return Config.model_validate(base)
+
+
+def checksum(incarnation: int, version: int) -> str:
+    return f"{incarnation:016x}{version:016x}"
+
+
+def manifest(incarnation: int, version: int) -> Manifest:
+    return Manifest(incarnation=incarnation, version=version, checksum=checksum(incarnation, version), total_bytes=0, entries=())
+
+
+def rollout(
+    group_id: int, sample: int, version: int, incarnation: int, reward: float, attempt: int = 0, error: str | None = None
+) -> Rollout:
+    status = RolloutStatus.FINISHED if error is None else RolloutStatus.FAILED
+    return Rollout(
+        group_id=group_id,
+        sample=sample,
+        attempt=attempt,
+        status=status,
+        error=error,
+        prompt_length=1,
+        token_ids=np.array([1, 2, 3], np.int32),
+        logprobs=np.array([0, -1, -2], np.float32),
+        loss_mask=np.array([False, True, True]),
+        spans=(Span(1, 3, incarnation, version, "e0"),),
+        reward=None if error else reward,
+    )
+
+
+def group_of(task: Assignment, version: int, incarnation: int, rewards=(0.0, 1.0), error: str | None = None) -> Group:
+    rollouts = tuple(rollout(task.group_id, i, version, incarnation, r, task.attempt, error) for i, r in enumerate(rewards))
+    return Group(
+        group_id=task.group_id, attempt=task.attempt, draw=task.draw, row=task.row, rollouts=rollouts, min_version=task.min_version
+    )
+
+
+class Roles:
+    """A worker, an engine and a trainer that do what the real ones ask of the controller, without doing any work."""
+
+    def __init__(self, controller: Controller):
+        self.c = controller
+        self.version = -1
+        self.swapped = asyncio.Event()
+
+    async def run(self) -> str:
+        async with asyncio.TaskGroup() as tasks:
+            engine = tasks.create_task(self.engine())
+            tasks.create_task(self.worker())
+            tasks.create_task(self.trainer())
+            ended = await self.c.wait_finished()
+            engine.cancel()
+        return ended
+
+    async def engine(self) -> None:
+        while True:
+            offer = await self.c.next_weights("e0", self.c.incarnation, self.version)
+            self.version = offer.manifest.version
+            self.swapped.set()
+            report = EngineReport(engine_id="e0", incarnation=self.c.incarnation, version=self.version, checksum=offer.manifest.checksum)
+            await self.c.confirm_weights(offer.slot, report)
+
+    async def worker(self) -> None:
+        while True:
+            work = await self.c.admit(2)
+            if work.evaluation is not None:
+                items = tuple(
+                    EvalItem(row=i, rewards=(0.5,), completions=("x",), num_tokens=(2,)) for i in range(len(work.evaluation.rows))
+                )
+                name = (self.c.incarnation, self.version)
+                await self.c.finish_evaluation(
+                    EvalResult(
+                        number=work.evaluation.number,
+                        incarnation=name[0],
+                        version=name[1],
+                        checksum=checksum(*name),
+                        items=items,
+                        duration_s=0.1,
+                    )
+                )
+            for task in work.assignments:
+                while self.version < task.min_version:
+                    self.swapped.clear()
+                    await self.swapped.wait()
+                await self.c.finish_group(group_of(task, self.version, self.c.incarnation))
+            if work.stop:
+                return
+
+    async def trainer(self) -> None:
+        step = self.c.start_step
+        await self.publish(step)
+        while (batch := await self.c.get_batch(step)) is not None:
+            assert batch.step == step
+            await self.publish(step + 1)
+            await self.c.finish_step(StepReport(step=step, version=step + 1, checksum=checksum(self.c.incarnation, step + 1)))
+            step += 1
+            if step % self.c.core.config.checkpoint.every == 0:
+                await self.checkpoint(step)
+
+    async def publish(self, version: int) -> None:
+        slot = await self.c.begin_write()
+        await self.c.publish(slot, manifest(self.c.incarnation, version))
+
+    async def checkpoint(self, step: int) -> None:
+        folder = self.c.folder.checkpoints / f".tmp-{step}"
+        await self.c.commit_checkpoint(folder.name, write_checkpoint(folder, step, *await self.c.checkpoint_context()))
+
+
+def write_checkpoint(folder: Path, step: int, run_id: str, incarnation: int, ledger_seq: int) -> CheckpointManifest:
+    """A whole checkpoint folder without a model in it."""
+    folder.mkdir()
+    write_bytes(folder / "model.bin", b"%d" % step * 100)
+    manifest = CheckpointManifest(
+        run_id=run_id,
+        incarnation=incarnation,
+        step=step,
+        ledger_seq=ledger_seq,
+        weights_checksum=checksum(incarnation, step),
+        files=describe_files(folder),
+    )
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def start(folder: RunFolder, settings: Config, observer: Notes | None = None, **more) -> Controller:
+    rows = [{"question": i} for i in range(5)]
+    return open_controller(
+        folder,
+        settings,
+        rows=rows,
+        eval_rows=rows[:2],
+        data_fingerprint="d",
+        broker=SlotBroker(),
+        observer=observer or Notes(),
+        **more,
+    )
