@@ -49,9 +49,8 @@ async def answers(target: Target, prompts: list[str], num_samples: int, sampling
     config = target.loaded.config
     config = config.model_copy(update={"data": config.data.model_copy(update={"prompt_template": None})})
     async with open_session(config, target.checkpoint, scored=False) as session:
-        groups = await session.run([{"prompt": prompt} for prompt in prompts], num_samples, sampling)
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    failed = [r.error for r in rollouts if not r.status.ok and r.error and not r.error.startswith("no reward applies")]
+        rollouts = await session.complete([{"prompt": prompt} for prompt in prompts], num_samples, sampling)
+    failed = [rollout.error for rollout in rollouts if rollout.error]
     if failed:
         raise RunFailed(failed[0])
     return [rollout.completion for rollout in rollouts]

@@ -89,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _failed(args: argparse.Namespace, error: Exception) -> int:
     """One message on stderr, the traceback where asked for; with --json the message is an object on stdout, too."""
+    error = first_cause(error)
     code = WRONG_USAGE if isinstance(error, ConfigError | ResumeError) else FAILED
     ours = isinstance(error, SlipstreamError)
     message = str(error) if ours else f"{type(error).__name__}: {error}"
@@ -100,6 +101,14 @@ def _failed(args: argparse.Namespace, error: Exception) -> int:
     if getattr(args, "json", False):
         print(json.dumps({"error": message, "exit_code": code}))
     return code
+
+
+def first_cause(error: Exception) -> Exception:
+    """The error of the first task that failed where several ended together; one of slipstream's own comes first."""
+    while isinstance(error, ExceptionGroup):
+        ours, _ = error.split(SlipstreamError)
+        error = (ours or error).exceptions[0]
+    return error
 
 
 if __name__ == "__main__":

@@ -18,17 +18,17 @@ from slipstream.models.probe import probe
 from slipstream.rollout.external import FreeCalls
 from slipstream.rollout.group import GroupRunner
 from slipstream.rollout.rendering import Renderer
-from slipstream.rollout.rollout import RolloutRunner
+from slipstream.rollout.rollout import RolloutJob, RolloutRunner
 from slipstream.scoring.score import close_scorers, start_scorers
 from slipstream.scoring.scorers import make_scorers
-from slipstream.types import Draw, Group, Purpose, Sampling
+from slipstream.types import Draw, Group, Purpose, Rollout, Sampling
 
 
 class Session:
     """Samples and scores groups. Made by `open_session`."""
 
-    def __init__(self, info: ModelInfo, groups: GroupRunner, engine: EmbeddedEngine):
-        self.info, self._groups, self._engine = info, groups, engine
+    def __init__(self, info: ModelInfo, rollouts: RolloutRunner, groups: GroupRunner, engine: EmbeddedEngine):
+        self.info, self._rollouts, self._groups, self._engine = info, rollouts, groups, engine
 
     async def run(
         self, rows: Sequence[dict[str, Any]], num_samples: int, sampling: Sampling, on_group: Callable[[Group], None] = lambda _: None
@@ -49,6 +49,17 @@ class Session:
 
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(one(index), name=f"row {index}") for index in range(len(rows))]
+        return [task.result() for task in running]
+
+    async def complete(self, rows: Sequence[dict[str, Any]], num_samples: int, sampling: Sampling) -> list[Rollout]:
+        """Rollouts without scores: row by row, `num_samples` of each."""
+        jobs = [
+            RolloutJob(group_id=index, sample=sample, attempt=0, purpose=Purpose.EVAL, row=row, sampling=sampling)
+            for index, row in enumerate(rows)
+            for sample in range(num_samples)
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self._rollouts.run(job), name=f"row {job.group_id} sample {job.sample}") for job in jobs]
         return [task.result() for task in running]
 
 
@@ -84,7 +95,7 @@ async def open_session(config: Config, checkpoint: Path | None = None, *, scored
     ticking = asyncio.create_task(tick_for_ever(engine, client, wake), name="engine")
     try:
         await start_scorers(scorers)
-        yield Session(info, GroupRunner(runner, scorers, FreeCalls()), engine)
+        yield Session(info, runner, GroupRunner(runner, scorers, FreeCalls()), engine)
     finally:
         ticking.cancel()
         await asyncio.gather(ticking, return_exceptions=True)

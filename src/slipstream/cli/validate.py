@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False, markup=False, soft_wrap=True)
     console.print(to_toml(loaded.config))
     facts, notes = check(loaded)
-    numbers = arithmetic(loaded.config, facts["train_rows"])
+    limits = loaded.config.engine.model_copy(update={"max_context": facts["context_tokens"]})
+    numbers = arithmetic(loaded.config.model_copy(update={"engine": limits}), facts["train_rows"])
     for line in [*numbers.lines(), *facts_in_words(facts)]:
         console.print(line)
     for note in [*notes, *advice(loaded.config)]:
@@ -60,32 +61,36 @@ def check(loaded: LoadedConfig) -> tuple[dict[str, Any], list[str]]:
     """Check data, model, prompts, rewards, sinks and disk: (facts, notes). Raises the first group of problems, all of one kind together."""
     from slipstream.data import load_data
     from slipstream.models.loading import load_tokenizer
+    from slipstream.models.memory import check_memory
     from slipstream.observe.sinks import check_installed
 
     config = loaded.config
     check_installed(list(config.metrics.sinks))
     data = load_data(config, loaded.base_folder)
     tokenizer, info = load_tokenizer(config.model)
-    longest = check_prompts(config, [*data.train, *data.eval], tokenizer, info.context_tokens)
+    limit = min(config.engine.max_context or info.context_tokens, info.context_tokens)
+    longest = check_prompts(config, [*data.train, *data.eval], tokenizer, limit)
+    memory = check_memory(config, info.source, longest)
     asyncio.run(check_rewards(config))
     check_disk(config)
     facts = {
         "train_rows": len(data.train),
         "eval_rows": len(data.eval),
         "longest_prompt_tokens": longest,
-        "context_tokens": info.context_tokens,
+        "context_tokens": limit,
         "vocabulary": info.vocab_size,
+        "memory_bytes": None if memory is None else memory.parts,
+        "memory": None if memory is None else str(memory),
     }
     return facts, [*info.notes, *data.notes()]
 
 
-def check_prompts(config: Config, rows: list[dict[str, Any]], tokenizer: Any, context_tokens: int) -> int:
+def check_prompts(config: Config, rows: list[dict[str, Any]], tokenizer: Any, max_context: int) -> int:
     """Render every prompt; the longest in tokens. DataError names how many do not fit, with an example."""
     from slipstream.data import render_messages
     from slipstream.rollout.rendering import PromptDoesNotFit, Renderer
 
-    limit = min(config.engine.max_context or context_tokens, context_tokens)
-    renderer = Renderer(tokenizer, limit)
+    renderer = Renderer(tokenizer, max_context)
     longest, misfits = 0, []
     for number, row in enumerate(rows, start=1):
         try:
@@ -128,4 +133,5 @@ def check_disk(config: Config) -> None:
 def facts_in_words(facts: dict[str, Any]) -> list[str]:
     rows = f"{facts['train_rows']:,} training rows, {facts['eval_rows']:,} evaluation rows"
     prompt = f"longest prompt {facts['longest_prompt_tokens']:,} of {facts['context_tokens']:,} tokens"
-    return [f"{rows}; {prompt}, vocabulary {facts['vocabulary']:,}"]
+    memory = f"memory about {facts['memory']}" if facts["memory"] else "memory unknown until the model is on this machine"
+    return [f"{rows}; {prompt}, vocabulary {facts['vocabulary']:,}", memory]
