@@ -295,7 +295,7 @@ def test_kill_9_of_the_launching_process_ends_its_roles_within_a_second(tmp_path
         assert len(pids) == 3 and all(alive(pid) for pid in pids)
     finally:
         launcher.kill()
-        launcher.wait(DEADLINE_S)
+        launcher.communicate(timeout=DEADLINE_S)
     assert gone(pids, 1.0)
     assert not (tmp_path / "sockets").exists(), "the socket folder of a dead run is removed"
     assert "the launching process is gone" in (tmp_path / "log" / "trainer.log").read_text()
