@@ -22,7 +22,7 @@ class CharTokenizer:
     eos_token_id = END
     all_special_ids = [END]
 
-    def apply_chat_template(self, messages: Any, tools: Any = None, chat_template: Any = None, add_generation_prompt: bool = False, tokenize: bool = False) -> str:
+    def apply_chat_template(self, messages: Any, add_generation_prompt: bool = False, **ignored: Any) -> str:
         text = "".join(f"[{m['role'][0]}]{m['content']}<end>" for m in messages)
         return text + ("[a]" if add_generation_prompt else "")
 

@@ -92,10 +92,13 @@ class RewardFunction:
         if missing := sorted(self._required - set(arguments)):
             columns = ", ".join(sorted(group.row)) or "none"
             raise ScoringError(
-                f"reward {self.name!r} needs {', '.join(map(repr, missing))}, which is no column of the row; columns: {columns}"
+                f"reward {self.name!r} needs {', '.join(map(repr, missing))}, which is no column of the row; its columns: {columns}"
             )
-        result = self._function(**arguments)
-        return await result if inspect.isawaitable(result) else result
+        try:
+            result = self._function(**arguments)
+            return await result if inspect.isawaitable(result) else result
+        except SystemExit as error:  # it would pass through the event loop
+            raise ScoringError(f"reward {self.name!r} raised SystemExit: {error}") from error
 
     def _rollout_arguments(self, group: Group, rollout: Rollout) -> dict[str, Any]:
         arguments = {**group.row, "completion": rollout.completion, "prompt": group.row.get("prompt", group.prompt)}
