@@ -1,0 +1,175 @@
+"""The engine's working loop with a real engine, a controller that is a fake, and a client fed by its frames."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from slipstream.engines.embedded.engine import EmbeddedEngine
+from slipstream.engines.embedded.loop import run_engine
+from slipstream.engines.frames import FrameRouter
+from slipstream.errors import PeerLost
+from slipstream.protocols import Generation, Manifest, WeightsOffer
+from slipstream.types import EngineReport, Frame, GenerateRequest, Purpose, Sampling
+
+DEADLINE_S = 30
+
+
+def make_engine() -> EmbeddedEngine:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=256
+    )
+    return EmbeddedEngine(LlamaForCausalLM(config), engine_id="e", slots=4, max_context=256)
+
+
+def make_request(sample: int = 0, new: int = 20, min_version: int = 0) -> GenerateRequest:
+    return GenerateRequest(
+        group_id=0,
+        sample=sample,
+        attempt=0,
+        turn=0,
+        purpose=Purpose.TRAIN,
+        token_ids=np.arange(3, 12, dtype=np.int32),
+        prompt_length=9,
+        num_sampled=0,
+        sampling=Sampling(max_new_tokens=new),
+        stop_token_ids=(),
+        min_version=min_version,
+    )
+
+
+class FakeController:
+    """Offers the versions it is given, one at a time, and keeps the reports."""
+
+    def __init__(self) -> None:
+        self.offers: asyncio.Queue[WeightsOffer | Exception] = asyncio.Queue()
+        self.asked: list[tuple[str, int, int]] = []
+        self.reports: list[tuple[int, EngineReport]] = []
+
+    def offer(self, version: int, slot: int = 0) -> None:
+        manifest = Manifest(incarnation=1, version=version, checksum=f"sum-{version}", total_bytes=0, entries=())
+        self.offers.put_nowait(WeightsOffer(slot=slot, manifest=manifest))
+
+    async def next_weights(self, engine_id: str, incarnation: int, version: int) -> WeightsOffer:
+        self.asked.append((engine_id, incarnation, version))
+        offer = await self.offers.get()
+        if isinstance(offer, Exception):
+            raise offer
+        return offer
+
+    async def confirm_weights(self, slot: int, report: EngineReport) -> None:
+        self.reports.append((slot, report))
+
+
+class Page:
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def working(self, phase: str, deadline_s: float) -> None:
+        assert deadline_s > 0
+        self.phases.append(phase)
+
+    def idle(self) -> None:
+        self.phases.append("idle")
+
+
+class Running:
+    """The loop as a task, and the requests it serves."""
+
+    def __init__(self) -> None:
+        self.engine, self.controller, self.page = make_engine(), FakeController(), Page()
+        self.wake, self.router = asyncio.Event(), FrameRouter()
+        self.frames: list[Frame] = []
+        self.on_frame = lambda: None
+        self.task = asyncio.create_task(
+            run_engine(self.engine, self.controller, self._load, self._send, self.wake, self.page)  # type: ignore[arg-type]
+        )
+
+    def _load(self, offer: WeightsOffer) -> str:
+        with torch.no_grad():
+            self.engine.model.lm_head.weight.normal_(generator=torch.Generator().manual_seed(offer.manifest.version))
+        return offer.manifest.checksum
+
+    async def _send(self, frame: Frame) -> None:
+        self.frames.append(frame)
+        self.router.feed(frame)
+        self.on_frame()
+
+    def generate(self, request: GenerateRequest) -> tuple[Generation, asyncio.Future[None]]:
+        into = Generation(len(request.token_ids))
+        future = self.router.open(self.engine.submit(request), into)
+        self.wake.set()
+        return into, future
+
+
+@contextlib.asynccontextmanager
+async def running():
+    loop = Running()
+    async with asyncio.timeout(DEADLINE_S):
+        yield loop
+    loop.task.cancel()
+    await asyncio.gather(loop.task, return_exceptions=True)
+    left = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+    assert not left, left
+
+
+def test_weights_are_adopted_between_ticks_and_reported() -> None:
+    async def body() -> None:
+        async with running() as loop:
+            into, ended = loop.generate(make_request())
+            loop.controller.offer(0, slot=2)
+
+            def offer_the_next() -> None:
+                if len(loop.frames) == 5:
+                    loop.controller.offer(1, slot=0)
+
+            loop.on_frame = offer_the_next
+            await ended
+        assert [s.version for s in into.spans] == [0, 1]
+        assert 5 <= into.spans[0].end - into.start <= 7, "an offer is adopted within a tick or two"
+        reports = loop.controller.reports
+        assert [(slot, r.engine_id, r.incarnation, r.version, r.checksum) for slot, r in reports] == [
+            (2, "e", 1, 0, "sum-0"),
+            (0, "e", 1, 1, "sum-1"),
+        ]
+        assert all(r.sync_s >= 0 for _, r in reports)
+        assert loop.controller.asked == [("e", 0, -1), ("e", 1, 0), ("e", 1, 1)]
+        assert [f.tick for f in loop.frames] == list(range(1, 21))
+
+    asyncio.run(body())
+
+
+def test_an_idle_engine_wakes_for_a_request_and_for_the_weights_it_needs() -> None:
+    async def body() -> None:
+        async with running() as loop:
+            loop.controller.offer(0)
+            first, ended = loop.generate(make_request(0, 3))
+            await ended
+            later, ended = loop.generate(make_request(1, 3, min_version=1))
+            free, free_ended = loop.generate(make_request(2, 3))
+            await free_ended
+            assert len(first.token_ids) == len(free.token_ids) == 3 and not later.token_ids
+            loop.controller.offer(1)
+            await ended
+            assert [s.version for s in later.spans] == [1]
+        assert loop.page.phases.count("adopt weights") == 2
+        assert loop.page.phases.count("tick") == 9
+        assert "idle" in loop.page.phases
+
+    asyncio.run(body())
+
+
+def test_a_lost_controller_ends_an_idle_engine_with_that_error() -> None:
+    async def body() -> None:
+        async with running() as loop:
+            loop.controller.offers.put_nowait(PeerLost("the controller's connection is closed"))
+            with pytest.raises(PeerLost, match="controller's connection"):
+                await loop.task
+
+    asyncio.run(body())
