@@ -2,7 +2,7 @@
 
 Who talks to whom (arrows: who calls):
 
-    rollout worker ──► controller   admit, progress, finish_group, finish_evaluation
+    rollout worker ──► controller   admit, progress, finish_group, finish_evaluation, next_engine, note
     trainer        ──► controller   get_batch, begin_write, publish, finish_step, commit_checkpoint
     engine         ──► controller   next_weights, confirm_weights
     rollout worker ──► engine       generate, cancel, pin, unpin
@@ -89,6 +89,14 @@ class ControllerAPI(Protocol):
         ...
 
     async def finish_evaluation(self, result: EvalResult) -> None: ...
+
+    async def next_engine(self) -> str:
+        """Wait until an engine is in service; its id, by which the launcher's sockets name it."""
+        ...
+
+    async def note(self, text: str) -> None:
+        """Tell the person at the display one sentence."""
+        ...
 
     # -- trainer
     async def get_batch(self, step: int) -> Batch | None:

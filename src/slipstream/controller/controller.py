@@ -232,6 +232,14 @@ class Controller:
         self.wake()
         await self._durable()
 
+    async def next_engine(self) -> str:
+        return await self._wait(
+            lambda: next(iter(self.core.state.engines), None), lambda: "no engine came into service", self._quiet_s, lambda: self._events
+        )
+
+    async def note(self, text: str) -> None:
+        self.core.observer.note(text)
+
     async def _groups_moved(self) -> None:
         self._group_events += 1
         self.wake()

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from slipstream.config.arithmetic import max_context_tokens
 from slipstream.config.settings import Config
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.errors import ModelError
+from slipstream.launch import engine_socket
 from slipstream.launch.context import RunContext
 from slipstream.launch.page import Progress
 from slipstream.models.loading import ModelInfo, load_model, load_tokenizer
@@ -58,12 +60,12 @@ class EngineWeights:
         return self._weights.apply(self._slots[offer.slot].map(), offer.manifest)
 
 
-def build_engine(config: Config) -> tuple[EmbeddedEngine, ModelInfo]:
+def build_engine(config: Config) -> EmbeddedEngine:
     """The embedded engine over a model that was proved against plain forwards. Its weights are still to come."""
     model, tokenizer, info = load_model(config.model, device=config.engine.device)
     max_context = context_limit(config, info)
     proof = probe(model, slots=config.engine.slots, max_context=max_context)
-    engine = EmbeddedEngine(
+    return EmbeddedEngine(
         model.requires_grad_(False),
         lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
         engine_id=ENGINE_ID,
@@ -72,29 +74,49 @@ def build_engine(config: Config) -> tuple[EmbeddedEngine, ModelInfo]:
         seed=config.run.seed,
         min_rows=proof.min_rows,
     )
-    return engine, info
 
 
-def build_worker(
+async def build_worker(
     context: RunContext,
     controller: ControllerAPI,
     engine: EngineClient,
     scorers: Sequence[Scorer],
-    max_context: int,
+    model: tuple[PreTrainedTokenizerBase, ModelInfo],
     *,
     external: ExternalCalls | None = None,
     progress: Progress | None = None,
 ) -> RolloutWorker:
-    """The rollout worker over the model's tokenizer."""
-    tokenizer, info = load_tokenizer(context.config.model)
-    return RolloutWorker(
+    """The rollout worker over the model's tokenizer; what people should know of the model is noted."""
+    tokenizer, info = model
+    worker = RolloutWorker(
         controller,
         engine,
         tokenizer,
         context.config,
         scorers,
-        max_context=max_context,
+        max_context=context_limit(context.config, info),
         external=external,
         progress=progress,
         stop_token_ids=info.stop_token_ids,
     )
+    for note in dict.fromkeys((*info.notes, *worker.notes)):
+        await controller.note(note)
+    return worker
+
+
+async def run_rollout_worker(
+    context: RunContext, controller: ControllerAPI, scorers: Sequence[Scorer], socket_folder: str, progress: Progress
+) -> None:
+    """Work until stopped, on the engine that the controller names, over its socket."""
+    model = load_tokenizer(context.config.model)
+    progress.idle()
+    engine_id = await controller.next_engine()
+    engine = await engine_socket.connect(engine_socket.socket_path(socket_folder, engine_id), peer=engine_id)
+    try:
+        worker = await build_worker(context, controller, engine, scorers, model, progress=progress)
+        try:
+            await worker.run()
+        finally:
+            await worker.close()
+    finally:
+        await engine.close()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -168,6 +169,11 @@ class EngineServer:
 
 def _refuse() -> None:
     raise ValueError("this engine serves another rollout worker")
+
+
+def socket_path(folder: str, engine_id: str) -> str:
+    """Where the engine of this id is served."""
+    return os.path.join(folder, f"{engine_id}.sock")
 
 
 async def serve(engine: Engine, path: str, wake: Callable[[], None] = lambda: None) -> EngineServer:

@@ -19,8 +19,10 @@ from slipstream.launch.assemble import ENGINE_ID, EngineWeights, build_engine, b
 from slipstream.launch.context import RunContext
 from slipstream.launch.page import NullProgress
 from slipstream.launch.scheduler import run_until_blocked, settle
+from slipstream.models.loading import load_tokenizer
 from slipstream.protocols import CheckpointManifest, Scorer, WeightsOffer
 from slipstream.rollout.external import TickedCalls
+from slipstream.rollout.worker import RolloutWorker
 from slipstream.scoring.scorers import make_scorers
 from slipstream.trainer.loop import run_trainer
 from slipstream.types import EngineReport
@@ -34,9 +36,9 @@ async def run_inline(context: RunContext, controller: Controller, rewards: Seque
     """Run to the end, or raise the error of the role that ended it. `rewards` are callables besides those of the settings."""
     scorers = make_scorers(context.config.reward, rewards)
     slots = [MemoryFile.create(f"weights-{i}") for i in range(controller.core.broker.num_slots)]
-    run = InlineRun(context, controller, scorers, slots)
+    run = InlineRun(context, controller, slots)
     try:
-        await run.run()
+        await run.run(scorers)
     finally:
         await run.close()
         for slot in slots:
@@ -46,22 +48,22 @@ async def run_inline(context: RunContext, controller: Controller, rewards: Seque
 class InlineRun:
     """The roles of one run and the turn that drives them."""
 
-    def __init__(self, context: RunContext, controller: Controller, scorers: Sequence[Scorer], slots: Sequence[MemoryFile]):
+    def __init__(self, context: RunContext, controller: Controller, slots: Sequence[MemoryFile]):
         self._context, self._controller = context, controller
         self._outside = TickedCalls()
-        self._engine, info = build_engine(context.config)
+        self._engine = build_engine(context.config)
         self._load_weights = EngineWeights(self._engine, slots)
         self._client = InProcessClient(self._engine)
         self._trainer, self._publisher = build_trainer(context, slots)
-        self._worker = build_worker(context, controller, self._client, scorers, self._engine.max_context, external=self._outside)
-        for note in dict.fromkeys((*info.notes, *self._worker.notes)):
-            controller.core.observer.note(note)
+        self._worker: RolloutWorker | None = None
         self._trainer_task: asyncio.Task[None] | None = None
         self._worker_task: asyncio.Task[None] | None = None
         self._offer: asyncio.Task[WeightsOffer] | None = None
 
-    async def run(self) -> None:
+    async def run(self, scorers: Sequence[Scorer]) -> None:
         """Turns until trainer and worker have left."""
+        model = load_tokenizer(self._context.config.model)
+        self._worker = await build_worker(self._context, self._controller, self._client, scorers, model, external=self._outside)
         api = _CanonicalPoints(self) if self._context.config.run.deterministic else self._controller
         self._trainer_task = asyncio.create_task(
             run_trainer(self._trainer, api, self._publisher, self._context.checkpoints, NullProgress()), name="trainer"
@@ -76,7 +78,9 @@ class InlineRun:
         self._raise_failure()
         if await self._adopt():
             return
-        if self._worker_task is None:  # at the start and after a canonical point: once the engine holds the newest version
+        if (
+            self._worker_task is None and self._worker is not None
+        ):  # at the start and after a canonical point: once the engine holds the newest version
             self._worker_task = asyncio.create_task(self._worker.run(), name="rollout worker")
             return
         if self._engine.has_work():
@@ -129,7 +133,7 @@ class InlineRun:
 
     async def pause_worker(self) -> None:
         """Stop the worker with its prefixes recorded; the next turns start it again with what the controller hands out."""
-        if self._worker_task is None:
+        if self._worker_task is None or self._worker is None:
             return
         await self._worker.stop(0.0)
         await self._worker_task
@@ -144,7 +148,8 @@ class InlineRun:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._worker.close()
+        if self._worker is not None:
+            await self._worker.close()
 
 
 class _CanonicalPoints:

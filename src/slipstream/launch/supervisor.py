@@ -77,6 +77,7 @@ class Supervisor:
     """Starts, watches and ends the role processes of a run. `watch` runs beside the run; `stop` is called however the run ends."""
 
     page: Page
+    may_leave: Callable[[str], bool] = lambda role: False  # whether a role that exits with 0 had nothing left to do
     clock: Callable[[], float] = time.monotonic
     judge: Judge = field(default_factory=lambda: Judge(JUDGE_INTERVAL_S))
     processes: dict[str, RoleProcess] = field(default_factory=dict)
@@ -108,6 +109,10 @@ class Supervisor:
                 raise await self._explain(decision.culprit)
             await self._wait_for_news()
 
+    async def left(self, role: str) -> None:
+        """Wait until this role's process has ended; how it ended is for `watch` to judge."""
+        await self.processes[role].process.wait()
+
     async def stop(self, grace_s: float = 5.0) -> None:
         """End every role and what it started: SIGTERM, after the grace time SIGKILL. No process of the run is left when this returns."""
         for process in self.processes.values():
@@ -129,6 +134,8 @@ class Supervisor:
     async def _await_exit(self, process: RoleProcess) -> None:
         code = await process.process.wait()
         process.signal_group(signal.SIGKILL)  # what the role started and left behind
+        if code == 0 and self.may_leave(process.role):
+            return
         self._against(process.role).exit_code = code
         self._news.set()
 

@@ -1,0 +1,104 @@
+"""A role's process: `python -m slipstream.launch.role NAME`, started by `processes.spawn`.
+
+    controller socket ◄── every call ── engine | trainer | rollout worker
+    engine socket     ◄── generate, frames ── rollout worker
+
+The role's own error is reported over the controller's socket before the process exits with 1. It leaves with 0 when its work is done
+(trainer, rollout worker); the engine is ended from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from slipstream.config.load import load_config
+from slipstream.launch.context import RunContext
+from slipstream.launch.processes import Child, child_setup
+from slipstream.launch.wire import RemoteController, connect
+
+LOAD_DEADLINE_S = 900.0  # reading or converting a model and proving it
+CONTROLLER_SOCKET = "controller.sock"
+
+
+def controller_socket(folder: str) -> str:
+    return str(Path(folder) / CONTROLLER_SOCKET)
+
+
+def context_options(context: RunContext) -> dict[str, str]:
+    """What a child is told of the run besides its folder; `context_of` reads it back."""
+    return {
+        "base_folder": str(context.base_folder),
+        "incarnation": str(context.incarnation),
+        "start_step": str(context.start_step),
+    }
+
+
+def context_of(child: Child) -> RunContext:
+    folder, options = Path(child.spec.run_folder), child.spec.options
+    config = load_config([folder], reward_given=True, checked=False).config
+    return RunContext(config, Path(options["base_folder"]), folder, int(options["incarnation"]), int(options["start_step"]))
+
+
+async def run_engine_role(child: Child, controller: RemoteController) -> None:
+    from slipstream.engines.embedded.loop import run_engine
+    from slipstream.launch.assemble import EngineWeights, build_engine
+    from slipstream.launch.engine_socket import serve, socket_path
+
+    context = context_of(child)
+    engine = build_engine(context.config)
+    wake = asyncio.Event()
+    server = await serve(engine, socket_path(child.spec.socket_folder, engine.engine_id), wake.set)
+    load_weights = EngineWeights(engine, child.slots)
+    await run_engine(engine, controller, load_weights, server.send_frame, wake, child.progress)
+
+
+async def run_trainer_role(child: Child, controller: RemoteController) -> None:
+    from slipstream.launch.assemble import build_trainer
+    from slipstream.trainer.loop import run_trainer
+
+    context = context_of(child)
+    trainer, publisher = build_trainer(context, child.slots)
+    await run_trainer(trainer, controller, publisher, context.checkpoints, child.progress)
+
+
+async def run_rollout_role(child: Child, controller: RemoteController) -> None:
+    from slipstream.launch.assemble import run_rollout_worker
+    from slipstream.scoring.scorers import make_scorers
+
+    context = context_of(child)
+    scorers = make_scorers(context.config.reward)
+    await run_rollout_worker(context, controller, scorers, child.spec.socket_folder, child.progress)
+
+
+ROLES: dict[str, Callable[[Child, RemoteController], Awaitable[None]]] = {
+    "engine": run_engine_role,
+    "trainer": run_trainer_role,
+    "rollout": run_rollout_role,
+}
+
+
+async def run_role(child: Child) -> int:
+    """Connect, work, and report how it ended; the exit code."""
+    controller = await connect(controller_socket(child.spec.socket_folder), child.spec.role)
+    try:
+        child.progress.working("load", LOAD_DEADLINE_S, owed="model, tokenizer or rewards")
+        await ROLES[child.spec.role](child, controller)
+    except Exception as error:
+        traceback.print_exc()
+        controller.failed(error)
+        return 1
+    finally:
+        await controller.close()
+    return 0
+
+
+def main() -> int:
+    return asyncio.run(run_role(child_setup()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
