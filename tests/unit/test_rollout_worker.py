@@ -446,7 +446,8 @@ def test_outside_calls_go_through_the_ticked_calls():
                 raise AssertionError(kinds)
             for _ in range(5):
                 await asyncio.sleep(0)
-        assert kinds == [["environment"], ["environment"], ["environment"], ["score"]]  # start, step, close, score
+        calls_seen = ["loading", "environment", "environment", "environment", "score"]  # of an environment: start, step, close
+        assert kinds == [[kind] for kind in calls_seen]
         await worker.stop(0)
         await running
 
@@ -487,7 +488,13 @@ def test_an_evaluation_runs_on_the_pinned_version_and_unpins():
     assert {r.purpose for r in engine.requests} == {Purpose.EVAL}
     assert {r.group_id for r in engine.requests} == {0, 1, 2} and {r.attempt for r in engine.requests} == {4}
     assert all(r.sampling.temperature == 0.0 and r.min_version == 0 for r in engine.requests)
-    assert engine.most_active <= 4  # half of the slots
+    assert engine.most_active == 6
+
+
+def test_an_evaluation_asks_for_no_more_sequences_than_there_are_slots():
+    engine = FakeEngine(say("ok"))
+    evaluate(engine, config(slots=5), eval_task(rows=9))
+    assert engine.most_active == 4
 
 
 def test_an_evaluation_past_its_deadline_reports_what_it_has():
@@ -537,3 +544,33 @@ def test_a_stop_cancels_an_evaluation_and_unpins():
         assert not controller.chunks  # evaluations are not recorded token by token
 
     asyncio.run(main())
+
+
+# ---- what the worker owes
+
+
+class KeptProgress:
+    def __init__(self):
+        self.said: list[str] = []
+
+    def working(self, phase: str, deadline_s: float, owed: str = "") -> None:
+        assert deadline_s > 600  # longer than the longest deadline of a call, which the worker's loop keeps itself
+        self.said.append(owed)
+
+    def idle(self) -> None:
+        self.said.append("idle")
+
+
+def test_the_worker_owes_calls_of_scorers_and_environments_and_nothing_while_the_engine_works():
+    progress = KeptProgress()
+    engine = FakeEngine(say("ok"))
+    while_generating = []
+
+    async def look(request, index):
+        while_generating.append(progress.said[-1])
+
+    engine.before_token = look
+    run_groups(engine, config(group_size=1), [assignment(4)], progress=progress)
+    assert set(while_generating) == {"idle"}
+    assert progress.said[-1] == "idle"
+    assert {"environment of train group 4", "score of train group 4"} <= set(progress.said)

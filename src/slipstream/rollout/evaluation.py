@@ -18,7 +18,7 @@ async def run_evaluation(task: EvalTask, engine: EngineClient, groups: GroupRunn
     """Pin the engine's live weights, sample and score every row, unpin whatever happens.
 
     Samples that failed, or that `evaluation.timeout_s` cut off, have reward None (in a deterministic run the deadline raises
-    DeadlineExceeded). At most half of the engine's slots are asked for at a time, so that training goes on beside it.
+    DeadlineExceeded). As many sequences are asked for at a time as the engine has slots; that training goes on beside them is its part.
     """
     started = time.monotonic()
     incarnation, version, checksum = await engine.pin()
@@ -40,7 +40,7 @@ async def run_evaluation(task: EvalTask, engine: EngineClient, groups: GroupRunn
 
 
 async def _all_items(task: EvalTask, groups: GroupRunner, config: Config) -> tuple[EvalItem, ...]:
-    turns = asyncio.Semaphore(max(1, config.engine.slots // (2 * task.samples)))
+    turns = asyncio.Semaphore(max(1, config.engine.slots // task.samples))
     items: dict[int, EvalItem] = {}
     sampling = Sampling(temperature=task.temperature, max_new_tokens=config.rollout.max_new_tokens, stop_strings=tuple(config.rollout.stop))
 

@@ -70,6 +70,7 @@ class RolloutWorker:
         calls = external or FreeCalls()
         if progress is not None:
             calls = WatchedCalls(calls, progress, _longest_call_s(config))
+        self._calls = calls
         rollouts = RolloutRunner(
             engine,
             self._renderer,
@@ -103,7 +104,7 @@ class RolloutWorker:
         self._begin()
         failed: BaseException | None = None
         try:
-            await start_scorers(self._scorers)
+            await self._calls.run(("rewards", 0, 0, "loading", 0, 0), start_scorers(self._scorers))
             await self._work()
         except BaseExceptionGroup as errors:
             failed = _own_error(errors)
