@@ -6,7 +6,7 @@ from trainer_models import ARCHITECTURES, VOCABULARY, eager_twin, tiny_model
 
 from slipstream.errors import ModelError
 from slipstream.models.head import base_model, head_logits
-from slipstream.trainer.logprobs import HeadRows, token_logprobs
+from slipstream.trainer.logprobs import HeadRows, _LogprobAndEntropy, token_logprobs
 
 # Heads with soft caps and logit scales: lm_head alone is wrong for these.
 HEADS = {**dict.fromkeys(ARCHITECTURES), "cohere": {"logit_scale": 0.5}, "granite": {"logits_scaling": 5.0}}
@@ -74,6 +74,13 @@ def test_no_more_rows_of_logits_than_a_chunk_at_once(monkeypatch):
     logprob, _ = token_logprobs(model, hidden, head_rows(), 4)
     logprob.sum().backward()
     assert seen == [4, 4, 2, 2, 4, 4]  # forward, then again in the backward pass
+
+
+def test_logprob_gradient_against_finite_differences():
+    """The backward pass is written out by hand; several tokens of one row are the case to get wrong."""
+    logits = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    row, targets = torch.tensor([0, 0, 0, 1, 3]), torch.tensor([2, 2, 5, 0, 6])
+    assert torch.autograd.gradcheck(lambda x: _LogprobAndEntropy.apply(x, row, targets)[0], logits)
 
 
 def test_the_model_itself_is_left_alone():

@@ -63,7 +63,7 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         tensors = {name: getattr(self, name).to(device) for name in self.__slots__ if name not in ("layout", "rows")}
-        return MicroBatch(layout=self.layout, rows=HeadRows(*(x.to(device) for x in self.rows)), **tensors)
+        return MicroBatch(layout=self.layout, rows=self.rows.to(device), **tensors)
 
 
 # ---- reading the records ---------------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class _Builder:
             layout=layout,
             rows=HeadRows(
                 positions=torch.from_numpy(positions),
-                temperature=torch.from_numpy(row_temperature),
+                temperature=None if (row_temperature == 1).all() else torch.from_numpy(row_temperature),
                 row=torch.from_numpy(row),
                 target_ids=tokens(gather([s.token_ids[s.targets] for s in self._sequences], np.int64)),
             ),
