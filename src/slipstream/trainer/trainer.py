@@ -7,7 +7,6 @@ nothing here draws a random number, and a batch is packed and summed in an order
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ class TrainStep:
     """What came of one batch."""
 
     skipped: str | None  # why the weights were left as they were; None: updated
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # finite ones; `skipped` says which was not
 
 
 class Trainer:
@@ -65,11 +64,9 @@ class Trainer:
         """Train batch number `step`. RunFailed after `trainer.max_skipped_steps` skipped updates in a row."""
         if batch.step != self.step:
             raise DataError(f"the trainer is at step {self.step} but was given batch {batch.step}")
-        started = time.perf_counter()
         with _threads(self.config.trainer.threads):
             result = self._train(batch)
         self.step += 1
-        result.metrics["compute_s"] = time.perf_counter() - started
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         if self.skipped_in_a_row >= self.config.trainer.max_skipped_steps:
             raise RunFailed(
@@ -109,7 +106,7 @@ class Trainer:
         else:
             self.optimizer.update(batch.step, norm)
         self.optimizer.zero_grad()
-        return TrainStep(skipped, metrics)
+        return TrainStep(skipped, {name: value for name, value in metrics.items() if math.isfinite(value)})
 
     def _read(self, batch: Batch) -> list[Sequence]:
         rollouts = [(group, rollout) for group in batch.groups for rollout in group.rollouts]
