@@ -181,10 +181,15 @@ def test_unpin_aborts_what_still_runs_on_the_copy() -> None:
 
 
 def test_pin_is_checked() -> None:
-    engine = make_engine(tiny_model())
+    engine = make_engine(tiny_model(), version=-1)
+    with pytest.raises(ValueError, match="no weights to pin"):
+        engine.pin()
+    engine.set_version(1, 0, "sum-0")
     with pytest.raises(ValueError, match="no version is pinned"):
         engine.submit(evaluation(0, 0, prompt(5)))
     engine.pin(share=True)
+    with pytest.raises(ValueError, match="asks for version 1, but version 0 is pinned"):
+        engine.submit(evaluation(0, 0, prompt(5), min_version=1))
     with pytest.raises(ValueError, match="version 0 is pinned already"):
         engine.pin()
     with pytest.raises(ValueError, match="pinned without a copy"):

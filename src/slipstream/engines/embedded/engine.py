@@ -10,7 +10,6 @@ import copy
 import time
 from functools import partial
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from slipstream.engines.embedded.prompts import Version
@@ -93,9 +92,7 @@ class EmbeddedEngine:
         check_request(request, self.max_context, self._num_embeddings)
         stream = self._live
         if request.purpose is Purpose.EVAL:
-            if self._pinned is None:
-                raise ValueError("an evaluation request came while no version is pinned; call pin first")
-            stream = self._pinned.stream
+            stream = self._pinned_stream(request)
         handle = self._next_handle
         sequence = Sequence(handle, request, engine_seed=self._seed, max_context=self.max_context, decode=self._decode)
         self._next_handle += 1
@@ -103,6 +100,14 @@ class EmbeddedEngine:
         self._handles[request.key] = handle
         stream.add(sequence)
         return handle
+
+    def _pinned_stream(self, request: GenerateRequest) -> Stream:
+        if self._pinned is None:
+            raise ValueError("an evaluation request came while no version is pinned; call pin first")
+        pinned = self._pinned.version[1]
+        if request.min_version > pinned:
+            raise ValueError(f"an evaluation request asks for version {request.min_version}, but version {pinned} is pinned")
+        return self._pinned.stream
 
     def cancel(self, handle: int) -> None:
         """Take the request out at once; no frame names it again. A handle that has ended is ignored."""
@@ -177,6 +182,8 @@ class EmbeddedEngine:
         """
         if self._pinned is not None:
             raise ValueError(f"version {self._pinned.version[1]} is pinned already; one evaluation at a time")
+        if self.version[1] < 0:
+            raise ValueError("the engine has no weights to pin yet")
         model = self.model if share else copy.deepcopy(self.model).requires_grad_(False)
         self._pinned = _Pinned(self._new_stream(model), self.version)
         return (*self.version, self.checksum)
@@ -202,4 +209,4 @@ class _Pinned:
         self.seconds = 0.0
 
     def has_work(self) -> bool:
-        return self.stream.has_work(int(np.iinfo(np.int32).max))  # min_version is about training
+        return self.stream.has_work(self.version[1])

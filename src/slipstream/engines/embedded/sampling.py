@@ -64,7 +64,7 @@ def choose(logits: torch.Tensor, u: np.ndarray, settings: list[Sampling]) -> tup
     logprobs = torch.log_softmax(logits, dim=-1)  # [B, V]
     for row, s in enumerate(settings):
         if s.truncates_vocabulary and not greedy[row]:
-            logprobs[row] = _truncate(logprobs[row], s)
+            logprobs[row] = _truncate(logprobs[row].cpu(), s).to(logprobs.device)
     tokens = _invert(logprobs, u) if not greedy.all() else np.zeros(len(settings), dtype=np.int64)
     if greedy.any():
         tokens = np.where(greedy, logprobs.argmax(dim=-1).cpu().numpy(), tokens)
@@ -74,19 +74,22 @@ def choose(logits: torch.Tensor, u: np.ndarray, settings: list[Sampling]) -> tup
 
 
 def _invert(logprobs: torch.Tensor, u: np.ndarray) -> np.ndarray:
-    """int64[B]: the first token at which the running sum of probabilities exceeds u times their sum; never one of probability 0."""
+    """int64[B]: the first token at which the running sum of probabilities exceeds u times their sum; never one of probability 0.
+
+    The running sums are in float64 and on the CPU (mps has no float64): [B, C] of chunks, then [B, _CHUNK] within the one chosen.
+    """
     rows, vocabulary = logprobs.shape
     num_chunks = -(-vocabulary // _CHUNK)
     probs = torch.zeros(rows, num_chunks * _CHUNK, dtype=torch.float32, device=logprobs.device)
     torch.exp(logprobs, out=probs[:, :vocabulary])
     probs = probs.view(rows, num_chunks, _CHUNK)
-    outer = probs.sum(-1).double().cumsum(-1)  # [B, C]
-    target = torch.from_numpy(u).to(outer.device)[:, None] * outer[:, -1:]
+    outer = probs.sum(-1).cpu().double().cumsum(-1)
+    target = torch.from_numpy(u)[:, None] * outer[:, -1:]
     chunk = _first_above(outer, target)  # [B, 1]
     below = torch.where(chunk > 0, outer.gather(1, (chunk - 1).clamp_min(0)), 0.0)
-    inner = probs.gather(1, chunk[:, :, None].expand(-1, -1, _CHUNK))[:, 0].double().cumsum(-1)  # [B, _CHUNK]
+    inner = probs[torch.arange(rows, device=probs.device), chunk[:, 0].to(probs.device)].cpu().double().cumsum(-1)
     token = chunk * _CHUNK + _first_above(inner, (target - below).clamp_min(0.0))
-    return token.clamp_max(vocabulary - 1)[:, 0].cpu().numpy()  # beyond the end only for NaN, whose logprob is then NaN too
+    return token.clamp_max(vocabulary - 1)[:, 0].numpy()  # beyond the end only for NaN, whose logprob is then NaN too
 
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
