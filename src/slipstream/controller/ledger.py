@@ -250,8 +250,7 @@ class Ledger(LedgerReader):
     def commit(self) -> None:
         """Make everything since the last commit durable. Nothing to do is free."""
         if self._db.in_transaction:
-            with self._errors():
-                self._db.execute("COMMIT")
+            self._write("COMMIT")
 
     def abandon(self) -> None:
         """Throw away what was not committed, as a crash would."""
@@ -289,12 +288,13 @@ class Ledger(LedgerReader):
 
     def _begin(self) -> None:
         if not self._db.in_transaction:
-            with self._errors():
-                self._db.execute("BEGIN IMMEDIATE")
+            self._write("BEGIN IMMEDIATE")
 
     def _write(self, sql: str, *values: object) -> None:
-        with self._errors():
+        try:
             self._db.execute(sql, values)
+        except sqlite3.Error as error:
+            raise translate(error, self.path) from error
 
 
 @contextmanager
@@ -302,16 +302,21 @@ def storage_errors(path: str) -> Iterator[None]:
     """SQLite's complaints in our vocabulary."""
     try:
         yield
-    except sqlite3.OperationalError as error:
-        text = str(error)
-        if "full" in text:
-            raise RunFolderError(f"{path}: the disk is full; free some space, then resume the run") from error
-        if "readonly" in text or "read-only" in text or "unable to open" in text:
-            raise RunFolderError(f"{path} cannot be written ({text}); check the permissions of the run folder") from error
-        if "locked" in text or "I/O" in text:
-            raise RunFolderError(f"{path}: {text}") from error
-        raise LedgerError(f"{path}: {text}") from error
-    except sqlite3.IntegrityError as error:
-        raise LedgerError(f"{path} refuses a row: {error}") from error
-    except sqlite3.DatabaseError as error:
-        raise LedgerError(f"{path} is damaged ({error}); restore it from a copy or start a new run") from error
+    except sqlite3.Error as error:
+        raise translate(error, path) from error
+
+
+def translate(error: sqlite3.Error, path: str) -> RunFolderError | LedgerError:
+    """What SQLite says, as what a person can do about it."""
+    text = str(error)
+    if not isinstance(error, sqlite3.OperationalError):
+        if isinstance(error, sqlite3.IntegrityError):
+            return LedgerError(f"{path} refuses a row: {text}")
+        return LedgerError(f"{path} is damaged ({text}); restore it from a copy or start a new run")
+    if "full" in text:
+        return RunFolderError(f"{path}: the disk is full; free some space, then resume the run")
+    if "readonly" in text or "read-only" in text or "unable to open" in text:
+        return RunFolderError(f"{path} cannot be written ({text}); check the permissions of the run folder")
+    if "locked" in text or "I/O" in text:
+        return RunFolderError(f"{path}: {text}")
+    return LedgerError(f"{path}: {text}")

@@ -1,0 +1,94 @@
+"""The derived bound is exact: a search over every interleaving of small cases, with the controller's own admission functions.
+
+One engine, since a second one adds nothing without a restart: the gate waits for the slowest. A state is (places, T, E): for each group
+from the oldest unpulled one on the version it started with (or None once it is pulled), batches trained, version the engine confirmed.
+Groups start as soon as they are admitted (older tokens are worse), and the adversary decides which are finished when a batch is formed,
+when the engine syncs and when the step ends.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from slipstream.controller import admission
+
+SHAPES = [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (2, 1), (1, 3), (2, 2)]
+CASES = [(S, P, W) for S, P in SHAPES for W in range(1, (S + 1) * P + 1)]
+
+
+def worst_over_all_schedules(S: int, P: int, W: int, last_step: int) -> int:
+    worst = 0
+    seen: set[tuple] = set()
+    todo: list[tuple] = [((), None, 0, 0)]
+    while todo:
+        state = todo.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        places, batch, T, E = state
+        if batch is not None:
+            worst = max(worst, T - min(batch))
+        if T < last_step:
+            todo.extend(successors(places, batch, T, E, S, P, W))
+    return worst
+
+
+def successors(places, batch, T, E, S, P, W):
+    """`batch`: first versions of the groups on the trainer, None while it waits for one."""
+    unpulled = [i for i, first in enumerate(places) if first is not None]
+    pulled = 0 if batch is None else len(batch)
+    taken = admission.slots_taken(len(unpulled), pulled, (T - E) * P)
+    if admission.free_slots(taken, S, P):
+        # Without restarts and resumes the permit never holds anything back: the gate has already waited.
+        assert admission.permit(T, pulled + len(unpulled), S, P) <= E
+        yield (*places, E), batch, T, E
+    if E < T:
+        yield places, batch, T, T
+    if batch is not None:
+        yield places, None, T + 1, E
+        return
+    for finished in combinations(unpulled, P):
+        ids = admission.pull(range(len(places)), lambda i: places[i] is None, set(finished).__contains__, W, P)
+        if ids is None:
+            continue
+        left = [None if i in ids else first for i, first in enumerate(places)]
+        while left and left[0] is None:
+            left.pop(0)
+        yield tuple(left), tuple(sorted(places[i] for i in ids)), T, E
+
+
+@pytest.mark.parametrize(("S", "P", "W"), CASES)
+def test_the_worst_schedule_is_exactly_as_stale_as_derived(S, P, W):
+    claimed = admission.worst_staleness(S, P, W)
+    assert claimed == (0 if S == 0 else S + -(-(W - 1) // P))
+    assert worst_over_all_schedules(S, P, W, last_step=2 * S + 3) == claimed
+
+
+def test_the_search_sees_a_slot_that_is_freed_early(monkeypatch):
+    monkeypatch.setattr(admission, "slots_taken", lambda unpulled, pulled, unconfirmed: unpulled + pulled)
+    monkeypatch.setattr(admission, "permit", lambda *_: 0)
+    assert worst_over_all_schedules(1, 1, 1, last_step=5) > admission.worst_staleness(1, 1, 1)
+
+
+def test_the_search_sees_a_window_that_slides(monkeypatch):
+    def sliding(places, pulled, finished, window, groups_per_step):
+        unpulled = [g for g in places if not pulled(g)]
+        batch: list[int] = []
+        while len(batch) < groups_per_step:
+            ready = [g for g in [g for g in unpulled if g not in batch][:window] if finished(g)]
+            if not ready:
+                return None
+            batch.append(ready[0])
+        return batch
+
+    monkeypatch.setattr(admission, "pull", sliding)
+    assert worst_over_all_schedules(1, 1, 2, last_step=5) > admission.worst_staleness(1, 1, 2)
+
+
+@pytest.mark.parametrize(("S", "P"), [(0, 1), (0, 8), (1, 1), (1, 4), (3, 8), (2, 3)])
+def test_the_default_window_fits_the_slots(S, P):
+    window = admission.default_window(S, P)
+    assert 1 <= window <= admission.num_slots(S, P)
+    assert window == 1 if S == 0 else window <= max(1, 0.3 * (S + 1) * P)
