@@ -140,6 +140,37 @@ def test_tokens_of_running_rollouts_are_recorded_in_chunks_and_at_the_end():
     asyncio.run(main())
 
 
+def test_no_chunk_of_a_group_arrives_after_the_group_itself():
+    async def main():
+        sending, release = asyncio.Event(), asyncio.Event()
+
+        class SlowLedger(FakeController):
+            async def progress(self, chunks):
+                sending.set()
+                await release.wait()
+                order.append("chunks")
+                await super().progress(chunks)
+
+            async def finish_group(self, group):
+                order.append("group")
+                await super().finish_group(group)
+
+        order: list[str] = []
+        controller = SlowLedger([assignment()])
+        worker = make_worker(controller, FakeEngine(say("ok")), config())
+        running = asyncio.create_task(worker.run())
+        await asyncio.wait_for(sending.wait(), 5)
+        for _ in range(50):  # long enough for the group to be scored
+            await asyncio.sleep(0)
+        release.set()
+        await controller.until(lambda: controller.groups)
+        await worker.stop(0)
+        await running
+        assert order == ["chunks", "group"]
+
+    asyncio.run(main())
+
+
 def prefix(text: str, sample: int = 0, stop: StopReason | None = None, **changes: Any) -> PrefixChunk:
     ids = [END if c == "$" else ord(c) for c in text]
     start = len(ids_of(PROMPT))
@@ -336,6 +367,23 @@ def test_an_environment_that_raises_fails_its_rollout_and_never_gives_a_reward(w
         assert rollout.error.startswith(f"environment failed: ZeroDivisionError: in {where}\n")
         assert "Traceback" in rollout.error
         assert rollout.reward is None and not rollout.status.ok
+
+
+def test_the_rollouts_of_a_group_must_begin_with_the_same_prompt():
+    class Numbered(Breaks):
+        async def start(self):
+            return (Message(role="user", content=f"hi {len(made)}"),)
+
+    made: list[Numbered] = []
+
+    def make(row):
+        made.append(Numbered("nowhere"))
+        return made[-1]
+
+    controller, _ = run_groups(FakeEngine(say("ok")), config(group_size=3), [assignment()], make_environment=make)
+    errors = [r.error for r in controller.groups[0].rollouts]
+    assert errors[0] is None or len(set(errors)) == 2
+    assert any("a group shares one prompt" in (error or "") for error in errors)
 
 
 def test_a_prompt_that_does_not_fit_is_reported_and_not_generated():
