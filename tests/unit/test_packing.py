@@ -4,6 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from trainer_models import VOCABULARY, batch_of, make_batch, make_group, make_rollout
 
 from slipstream.errors import DataError, StalenessError
@@ -111,6 +113,62 @@ def test_packing_is_a_pure_function():
     for a, b in zip(pack(table(batch), 40), pack(table(make_batch(groups=4, samples=5)), 40), strict=True):
         assert torch.equal(a.input_ids, b.input_ids) and a.layout == b.layout
         assert all(x is y or torch.equal(x, y) for x, y in zip(a.rows, b.rows, strict=True))
+
+
+# ---- any tree of forks, any mask, any size
+
+
+@st.composite
+def forests(draw):
+    """A batch of groups whose rollouts share prompts and fork from each other anywhere, with arbitrary loss masks."""
+    groups = []
+    for number in range(draw(st.integers(1, 3))):
+        rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+        prompts = [rng.integers(3, VOCABULARY, draw(st.integers(1, 6))).astype(np.int32) for _ in range(2)]
+        rollouts = []
+        for sample in range(draw(st.integers(1, 5))):
+            origin = draw(st.sampled_from([None, *rollouts]))
+            length = draw(st.integers(1, 6))
+            if origin is None:
+                rollout = make_rollout(rng, number, sample, draw(st.sampled_from(prompts)), length, 0)
+            else:
+                offset = draw(st.integers(1, len(origin.token_ids)))
+                tail = make_rollout(rng, number, sample, origin.token_ids[:offset], length, 0)
+                prompt_length = min(origin.prompt_length, offset)
+                rollout = msgspec.structs.replace(tail, parent=(origin.sample, offset), prompt_length=prompt_length)
+            total = len(rollout.token_ids)
+            mask = np.array([False, *draw(st.lists(st.booleans(), min_size=total - 1, max_size=total - 1))])
+            logprobs, spans = np.full(total, -1.0, np.float32), (Span(0, total, 1, 0, "e0"),)
+            turns = (Turn(start=0, end=total, role="assistant", sampling=Sampling()),)
+            rollouts.append(msgspec.structs.replace(rollout, loss_mask=mask, logprobs=logprobs, spans=spans, turns=turns))
+        groups.append(make_group(rollouts))
+    return batch_of(0, groups)
+
+
+def context(micro_batch, position):
+    """The tokens that the packed token at `position` sees, itself last."""
+    layout = micro_batch.layout
+    own = next(i for i, s in enumerate(layout.segments) if s.start <= position < s.end)
+    seen = [p for a in layout.ancestors(own) for p in range(layout.segments[a].start, layout.segments[a].end)]
+    seen += range(layout.segments[own].start, position + 1)
+    assert micro_batch.position_ids[0, seen].tolist() == list(range(len(seen)))
+    return micro_batch.input_ids[0, seen].tolist()
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(forests(), st.integers(4, 60))
+def test_every_token_is_predicted_from_exactly_what_came_before_it(batch, max_tokens):
+    rollouts = [r for g in batch.groups for r in g.rollouts]
+    found = []
+    for m in pack(table(batch), max_tokens):
+        indices = m.rollout_index.tolist()
+        assert m.layout.num_tokens <= max_tokens or len(set(indices)) == 1
+        for index, position, target in zip(indices, m.rows.positions[m.rows.row].tolist(), m.rows.target_ids.tolist(), strict=True):
+            seen = context(m, position)
+            assert seen == rollouts[index].token_ids[: len(seen)].tolist()
+            assert target == rollouts[index].token_ids[len(seen)]
+            found.append((index, len(seen)))
+    assert sorted(found) == [(i, t) for i, r in enumerate(rollouts) for t in np.flatnonzero(r.loss_mask)]
 
 
 # ---- staleness
