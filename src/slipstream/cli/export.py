@@ -49,8 +49,11 @@ def export(settings: ModelSettings, checkpoint: Path, target: Path) -> int:
 
     Written beside the target and renamed, so that a folder with this name is whole.
     """
+    from transformers.utils.logging import disable_progress_bar
+
     from slipstream.cli.weights import load_trained
 
+    disable_progress_bar()
     model, tokenizer, info = load_trained(settings, checkpoint)
     temporary = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -153,7 +153,7 @@ def panel(state: RunState, width: int) -> Panel:
         "policy",
         _pairs(
             ("entropy", number(m.get("entropy"))),
-            ("tokens", number(m.get("completion_tokens_mean"), 1)),
+            ("completion", f"{number(m.get('completion_tokens_mean'), 1)} tokens"),
             ("truncated", percent(m.get("truncated_fraction"))),
         ),
     )

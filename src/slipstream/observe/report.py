@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import IO, Any
 
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.observe.samples import Sample, read_samples
-from slipstream.observe.state import duration, number, one_line, percent
+from slipstream.observe.state import duration, number, one_line, percent, shown
 
 ANSWERS = 2
 TEXT_WIDTH = 72
@@ -62,9 +61,10 @@ def rows(s: dict[str, Any]) -> list[tuple[str, str]]:
     """(label, text) of the report's lines."""
     held_out = "no evaluation"
     if s["eval_reward_last"] is not None:
-        held_out = f"{number(s['eval_reward_first'])} → {number(s['eval_reward_last'])} ({s['evaluations']} evaluations"
-        held_out += f", {s['evaluations_skipped']} skipped)" if s["evaluations_skipped"] else ")"
-    samples = f"{s['trained_samples']:,} trained, {number(s['trained_samples_per_s'], 1)} a second".replace(",", " ", 1)
+        count = f"{s['evaluations']} evaluation" + ("" if s["evaluations"] == 1 else "s")
+        skipped = f", {s['evaluations_skipped']} skipped" if s["evaluations_skipped"] else ""
+        held_out = f"{number(s['eval_reward_first'])} → {number(s['eval_reward_last'])} ({count}{skipped})"
+    samples = f"{number(s['trained_samples'], 0)} trained, {number(s['trained_samples_per_s'], 1)} a second"
     return [
         ("held-out reward", held_out),
         ("steps", f"{s['steps']} in {duration(s['wall_s'])}" + (f", {s['skipped_steps']} skipped" if s["skipped_steps"] else "")),
@@ -78,12 +78,6 @@ def rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("idle", f"trainer {percent(s['trainer_idle_fraction'])}, rollout {percent(s['rollout_idle_fraction'])}"),
         ("run folder", shown(Path(s["run_folder"]))),
     ]
-
-
-def shown(path: Path) -> str:
-    """The path as a person would type it here: relative where it lies below the working directory."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
 
 
 def _whole(value: float | None) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from slipstream.config.settings import Config
@@ -50,6 +52,12 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def shown(path: Path) -> str:
+    """The path as a person would type it here: relative where it lies below the working directory."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
 def one_line(text: str, width: int) -> str:
     """The text on one line, cut to `width` characters with an ellipsis."""
     text = " ⏎ ".join(part.strip() for part in text.strip().splitlines() if part.strip())
@@ -76,6 +84,7 @@ class RunState:
 
     @classmethod
     def of(cls, config: Config, folder: str, now: Callable[[], float] = time.monotonic) -> RunState:
+        folder = shown(Path(folder))
         slots = (config.buffer.max_staleness + 1) * config.trainer.groups_per_step
         return cls(config.run.name, folder, config.trainer.steps, slots, now, now())
 
@@ -101,7 +110,7 @@ class RunState:
 
     @property
     def remaining_s(self) -> float | None:
-        """At the pace of the steps seen so far; None before the second."""
-        if self.first_step_at is None or self.done <= self.first_step:
+        """At the pace of the steps seen so far; None before the second, and when all are done."""
+        if self.first_step_at is None or self.done <= self.first_step or self.done >= self.steps:
             return None
-        return (self.now() - self.first_step_at) / (self.done - self.first_step) * max(0, self.steps - self.done)
+        return (self.now() - self.first_step_at) / (self.done - self.first_step) * (self.steps - self.done)
