@@ -93,7 +93,7 @@ def _convert(file: Path, folder: Path) -> None:
         raise ModelError(f"{file.name} cannot be converted: {str(error).strip().splitlines()[0]}") from error
     # The weights are plain float32 now, but the object still claims to be quantised, and would say so in config.json.
     model.config.__dict__.pop("quantization_config", None)
-    model.hf_quantizer = None
-    model.is_quantized = False
+    model.hf_quantizer = None  # type: ignore[assignment]
+    model.is_quantized = False  # type: ignore[assignment]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -66,13 +67,15 @@ def load_model(
     where = resolve_device(device or settings.device)
     tokenizer, info = load_tokenizer(settings)
     with _readable_errors(settings), _quiet():
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loaded = AutoModelForCausalLM.from_pretrained(
             info.source,
             dtype=getattr(torch, dtype or settings.dtype),
             trust_remote_code=False,
             use_safetensors=True,  # the alternative is a pickle
-            low_cpu_mem_usage=True,
+            output_loading_info=True,
         )
+    if absent := sorted(loaded["missing_keys"]):  # transformers would leave them random
+        raise ModelError(f"model '{settings.name}': {len(absent)} weights are not in its files, e.g. {absent[0]}")
     attach(model)
     model.requires_grad_(True)
     model.eval()
@@ -197,7 +200,7 @@ def _readable_errors(settings: ModelSettings) -> Iterator[None]:
         yield
     except SlipstreamError:
         raise
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"model.name = '{settings.name}' cannot be loaded: {first_line}. It must be a causal language model that transformers knows "
