@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +15,7 @@ from slipstream.config import Config
 from slipstream.controller.controller import Controller, open_controller
 from slipstream.controller.run_folder import RunFolder
 from slipstream.protocols import CheckpointManifest, Manifest
-from slipstream.types import Assignment, EngineReport, EvalItem, EvalResult, Group, Rollout, RolloutStatus, Span, StepReport
+from slipstream.types import Assignment, EngineReport, EvalItem, EvalResult, Group, PrefixChunk, Rollout, RolloutStatus, Span, StepReport
 from slipstream.weight_sync.slots import SlotBroker
 
 
@@ -80,13 +83,67 @@ def group_of(task: Assignment, version: int, incarnation: int, rewards=(0.0, 1.0
     )
 
 
-class Roles:
-    """A worker, an engine and a trainer that do what the real ones ask of the controller, without doing any work."""
+class Crash(Exception):
+    """The controller's process is gone."""
 
-    def __init__(self, controller: Controller):
-        self.c = controller
+
+class Dying:
+    """A controller that dies in the middle of its n-th call: the call may have changed things, its answer never leaves."""
+
+    def __init__(self, controller: Controller, calls: int):
+        self._controller, self._left = controller, calls
+
+    def __getattr__(self, name: str):
+        attribute = getattr(self._controller, name)
+        if not asyncio.iscoroutinefunction(attribute) or name == "wait_finished":
+            return attribute
+
+        async def call(*arguments):
+            self._left -= 1
+            if self._left == 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(attribute(*arguments), 0.01)
+            if self._left <= 0:
+                raise Crash(name)
+            return await attribute(*arguments)
+
+        return call
+
+
+def abandon(controller: Controller) -> None:
+    """What kill -9 leaves: uncommitted events are lost, the kernel gives the lock back."""
+    controller.core.ledger.abandon()
+    controller.core.ledger.close()
+    controller.folder.release()
+
+
+def chunk_of(rollout: Rollout) -> PrefixChunk:
+    """The first sampled token of a rollout."""
+    span = rollout.spans[0]
+    return PrefixChunk(
+        group_id=rollout.group_id,
+        sample=rollout.sample,
+        attempt=rollout.attempt,
+        prompt_length=1,
+        start=0,
+        token_ids=rollout.token_ids[1:2],
+        logprobs=rollout.logprobs[1:2],
+        spans=(Span(1, 2, span.incarnation, span.version, span.engine_id),),
+    )
+
+
+class Roles:
+    """A worker, an engine and a trainer that do what the real ones ask of the controller, without doing any work.
+
+    `outcome(assignment)` -> the keywords of `group_of` for a group; `record` makes the worker record one token before it finishes a group.
+    """
+
+    def __init__(self, controller: Any, outcome: Callable[[Assignment], dict] = lambda task: {}, record: bool = False):
+        self.c, self.outcome, self.record = controller, outcome, record
         self.version = -1
         self.swapped = asyncio.Event()
+        self.trained: dict[int, tuple[int, ...]] = {}  # step -> group ids, as this trainer got them
+        self.assigned: list[Assignment] = []
 
     async def run(self) -> str:
         async with asyncio.TaskGroup() as tasks:
@@ -127,7 +184,11 @@ class Roles:
                 while self.version < task.min_version:
                     self.swapped.clear()
                     await self.swapped.wait()
-                await self.c.finish_group(group_of(task, self.version, self.c.incarnation))
+                self.assigned.append(task)
+                group = group_of(task, self.version, self.c.incarnation, **self.outcome(task))
+                if self.record and not task.prefixes:
+                    await self.c.progress([chunk_of(r) for r in group.rollouts])
+                await self.c.finish_group(group)
             if work.stop:
                 return
 
@@ -136,6 +197,7 @@ class Roles:
         await self.publish(step)
         while (batch := await self.c.get_batch(step)) is not None:
             assert batch.step == step
+            self.trained[step] = tuple(g.group_id for g in batch.groups)
             await self.publish(step + 1)
             await self.c.finish_step(StepReport(step=step, version=step + 1, checksum=checksum(self.c.incarnation, step + 1)))
             step += 1

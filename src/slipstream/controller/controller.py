@@ -201,9 +201,8 @@ class Controller:
     def close(self) -> None:
         """Commit, close the ledger, give the folder back."""
         try:
-            self.core.commit()
+            self.core.close()
         finally:
-            self.core.ledger.close()
             self.folder.release()
 
     # -- rollout worker

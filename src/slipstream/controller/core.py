@@ -16,7 +16,8 @@ a caller commits before it lets an answer out.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from slipstream.config.settings import Config
@@ -71,6 +72,7 @@ class ControllerCore:
         self._cursor = Cursor(len(rows), config.run.seed)
         self._start_checksum = start_checksum  # of the checkpoint that the trainer must start from
         self.error: BaseException | None = None
+        self._torn = False  # the ledger missed an event
         self.times = StepTimes()
         self._started_at = clock.now()
         self._unassigned = sorted(g.group_id for g in state.live.values() if g.status is GroupStatus.RUNNING)
@@ -116,7 +118,10 @@ class ControllerCore:
 
     def commit(self) -> None:
         """Make all events durable, then tell the observer what happened."""
-        self.ledger.commit()
+        if self._torn:
+            self.check()
+        with self._tearing():
+            self.ledger.commit()
         told, self._outbox = self._outbox, []
         for tell in told:
             tell()
@@ -129,9 +134,31 @@ class ControllerCore:
         if self.error is not None:
             raise self.error
 
-    def _record(self, event: ev.Event) -> None:
+    def _record(self, event: ev.Event, *data: Group | PrefixChunk | EvalResult) -> None:
+        """Apply the event and append it with the data that belongs to it."""
         self.state = apply(self.state, event)
-        self.ledger.append(event, self.state.incarnation)
+        with self._tearing():
+            self.ledger.append(event, self.state.incarnation)
+            for record in data:
+                self.ledger.put(record, self.state.incarnation)
+
+    @contextmanager
+    def _tearing(self) -> Iterator[None]:
+        """A ledger that cannot take an event is behind the state from then on: nothing more may be written, the run ends."""
+        try:
+            yield
+        except BaseException as error:
+            self._torn = True
+            self.fail(error)
+            raise
+
+    def close(self) -> None:
+        """Close the ledger; what could not be written whole is left out whole."""
+        if self._torn:
+            self.ledger.abandon()
+        else:
+            self.commit()
+        self.ledger.close()
 
     # -- rollout worker
 
@@ -226,9 +253,9 @@ class ControllerCore:
                 lengths[key] = chunk.start + len(chunk.token_ids)
         if not fresh:
             return
-        self._record(ev.PrefixesRecorded(chunks=tuple((c.group_id, c.sample, c.attempt, c.start, len(c.token_ids)) for c in fresh)))
+        facts = tuple((c.group_id, c.sample, c.attempt, c.start, len(c.token_ids)) for c in fresh)
+        self._record(ev.PrefixesRecorded(chunks=facts), *fresh)
         for chunk in fresh:
-            self.ledger.put_prefix(chunk, self.state.incarnation)
             if chunk.stop_reason is not None and chunk.group_id in self._running_since:
                 self._ended_samples.setdefault(chunk.group_id, set()).add(chunk.sample)
 
@@ -258,8 +285,8 @@ class ControllerCore:
         else:
             versions = [s.version for r in group.rollouts for s in r.spans]
             oldest, newest = min(versions, default=-1), max(versions, default=-1)
-            self._record(ev.GroupFinished(rewards=tuple(group.rewards), oldest_version=oldest, newest_version=newest, **facts))
-            self.ledger.put_group(group, self.state.incarnation)
+            finished = ev.GroupFinished(rewards=tuple(group.rewards), oldest_version=oldest, newest_version=newest, **facts)
+            self._record(finished, group)
             self._groups[group.group_id] = group
         self._check_barren()
 
@@ -334,9 +361,9 @@ class ControllerCore:
                 num_failed=line["failed"],
                 duration_s=result.duration_s,
                 engine_s=result.engine_s,
-            )
+            ),
+            result,
         )
-        self.ledger.put_evaluation(result, self.state.incarnation)
         self._outbox.append(lambda: self.observer.evaluation(line, result))
 
     # -- trainer

@@ -6,7 +6,7 @@
     prefixes     chunks of running rollouts
     batches, evaluations, versions, checkpoints
 
-An event and its data are committed together: `append` and `put_*` collect in one transaction, `commit` makes it durable (WAL,
+An event and its data are committed together: `append` and `put` collect in one transaction, `commit` makes it durable (WAL,
 synchronous=FULL). A crash loses at most what was not committed, and always a suffix. Every data row carries the sequence number of its
 event, so "the ledger as of event n" is a query. Only the controller writes, under the run folder's lock; readers take short transactions.
 """
@@ -213,39 +213,34 @@ class Ledger(LedgerReader):
         kind = type(event).__struct_config__.tag
         self._write("INSERT INTO events VALUES (?, ?, ?, ?, ?)", seq, incarnation, time.time(), kind, ev.encode_event(event))
         self._seq = seq
-        if isinstance(event, ev.RunStarted):
-            self._write("INSERT INTO incarnations VALUES (?, ?, ?, ?, ?)", incarnation, seq, event.kind, event.from_step, event.from_seq)
-        elif isinstance(event, ev.BatchRecorded):
-            self._write(
-                "INSERT OR REPLACE INTO batches (step, policy, incarnation, seq, payload) VALUES (?, ?, ?, ?, ?)",
-                *(event.step, event.policy, incarnation, seq, ev.encode_event(event)),
-            )
-        elif isinstance(event, ev.VersionPublished):
-            self._write("INSERT INTO versions VALUES (?, ?, ?, ?, ?)", incarnation, event.version, event.policy, event.checksum, seq)
-        elif isinstance(event, ev.CheckpointCommitted):
-            self._write(
-                "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?)",
-                *(event.point.step, incarnation, event.point.ledger_seq, event.weights_checksum, seq),
-            )
+        self._index(event, incarnation)
         return seq
 
-    def put_group(self, group: Group, incarnation: int) -> None:
-        self._write(
-            "INSERT OR REPLACE INTO groups (group_id, attempt, purpose, origin, incarnation, seq, payload) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            *(group.group_id, group.attempt, group.purpose.value, group.origin, incarnation, self._seq, encode(group)),
-        )
+    def _index(self, event: ev.Event, incarnation: int) -> None:
+        """The rows that make some events quick to find."""
+        common = {"incarnation": incarnation, "seq": self._seq}
+        match event:
+            case ev.RunStarted():
+                self._replace("incarnations", common | {"kind": event.kind, "from_step": event.from_step, "from_seq": event.from_seq})
+            case ev.BatchRecorded():
+                self._replace("batches", common | {"step": event.step, "policy": event.policy, "payload": ev.encode_event(event)})
+            case ev.VersionPublished():
+                self._replace("versions", common | {"version": event.version, "policy": event.policy, "checksum": event.checksum})
+            case ev.CheckpointCommitted(point=point):
+                row = {"step": point.step, "ledger_seq": point.ledger_seq, "checksum": event.weights_checksum}
+                self._replace("checkpoints", common | row)
 
-    def put_prefix(self, chunk: PrefixChunk, incarnation: int) -> None:
-        self._write(
-            "INSERT OR REPLACE INTO prefixes (group_id, attempt, sample, start, incarnation, seq, payload) VALUES (?, ?, ?, ?, ?, ?, ?)",
-            *(chunk.group_id, chunk.attempt, chunk.sample, chunk.start, incarnation, self._seq, encode(chunk)),
-        )
-
-    def put_evaluation(self, result: EvalResult, incarnation: int) -> None:
-        self._write(
-            "INSERT OR REPLACE INTO evaluations (incarnation, number, version, seq, payload) VALUES (?, ?, ?, ?, ?)",
-            *(incarnation, result.number, result.version, self._seq, encode(result)),
-        )
+    def put(self, record: Group | PrefixChunk | EvalResult, incarnation: int) -> None:
+        """Add the data of the event just appended, as the bytes that travel on the wire."""
+        common = {"incarnation": incarnation, "seq": self._seq, "payload": encode(record)}
+        if isinstance(record, Group):
+            key = {"group_id": record.group_id, "attempt": record.attempt, "purpose": record.purpose.value, "origin": record.origin}
+            self._replace("groups", key | common)
+        elif isinstance(record, PrefixChunk):
+            key = {"group_id": record.group_id, "attempt": record.attempt, "sample": record.sample, "start": record.start}
+            self._replace("prefixes", key | common)
+        else:
+            self._replace("evaluations", {"number": record.number, "version": record.version} | common)
 
     def commit(self) -> None:
         """Make everything since the last commit durable. Nothing to do is free."""
@@ -289,6 +284,9 @@ class Ledger(LedgerReader):
     def _begin(self) -> None:
         if not self._db.in_transaction:
             self._write("BEGIN IMMEDIATE")
+
+    def _replace(self, table: str, row: dict[str, Any]) -> None:
+        self._write(f"INSERT OR REPLACE INTO {table} ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", *row.values())
 
     def _write(self, sql: str, *values: object) -> None:
         try:
