@@ -2,7 +2,10 @@
 
     import slipstream
 
-    result = slipstream.train(model="builtin:tiny", data="builtin:sort_digits", reward=lambda completion, answer: float(completion.strip() == answer))
+    def reward(completion, answer):
+        return float(completion.strip() == answer)
+
+    result = slipstream.train(model="builtin:tiny", data="builtin:sort_digits", reward=reward)
     print(result.run_folder, result.metrics["eval_reward_last"])
 """
 

@@ -31,7 +31,7 @@ from slipstream.types import (
 )
 
 
-class ManifestEntry(Record, kw_only=True):
+class ManifestEntry(Record, kw_only=True, frozen=True):
     """One tensor's place in a packed block."""
 
     name: str
@@ -41,7 +41,7 @@ class ManifestEntry(Record, kw_only=True):
     nbytes: int
 
 
-class Manifest(Record, kw_only=True):
+class Manifest(Record, kw_only=True, frozen=True):
     """What a packed block of weights holds, and the hash that proves it."""
 
     incarnation: int
@@ -53,14 +53,14 @@ class Manifest(Record, kw_only=True):
     aliases: dict[str, str] = {}  # tied name -> the name its storage is sent under
 
 
-class WeightsOffer(Record, kw_only=True):
+class WeightsOffer(Record, kw_only=True, frozen=True):
     """A leased slot that holds `manifest`'s bytes; give it back with `confirm_weights`."""
 
     slot: int
     manifest: Manifest
 
 
-class CheckpointManifest(Record, kw_only=True):
+class CheckpointManifest(Record, kw_only=True, frozen=True):
     """What a checkpoint folder holds. Written as manifest.json inside it, last, before the folder is offered for commit."""
 
     run_id: str
@@ -182,7 +182,7 @@ class Scorer(Protocol):
     async def close(self) -> None: ...
 
 
-class Message(Record, kw_only=True):
+class Message(Record, kw_only=True, frozen=True):
     """One chat message between a rollout and its environment."""
 
     role: str  # user | assistant | tool | system
@@ -191,7 +191,7 @@ class Message(Record, kw_only=True):
     tool_calls: list[dict[str, Any]] | None = None
 
 
-class EnvironmentReply(Record, kw_only=True):
+class EnvironmentReply(Record, kw_only=True, frozen=True):
     """What the environment answers to a model turn."""
 
     messages: tuple[Message, ...] = ()  # appended to the conversation; none with done

@@ -86,7 +86,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
-class Turn(Record, kw_only=True):
+class Turn(Record, kw_only=True, frozen=True):
     """A stretch [start, end) of a rollout's tokens with one author."""
 
     start: int
@@ -99,7 +99,7 @@ class Turn(Record, kw_only=True):
     duration_s: float = 0.0
 
 
-class Score(Record, kw_only=True):
+class Score(Record, kw_only=True, frozen=True):
     """What one scorer says of one rollout. `value` None means not applicable; an error is not a value."""
 
     name: str
@@ -108,7 +108,7 @@ class Score(Record, kw_only=True):
     parts: dict[str, float] = {}
 
 
-class Rollout(Record, kw_only=True):
+class Rollout(Record, kw_only=True, frozen=True):
     """One sampled trajectory. The arrays have equal length L; a token the model did not sample has logprob 0 and mask False."""
 
     group_id: int
@@ -156,7 +156,7 @@ class Rollout(Record, kw_only=True):
         return max((s.version for s in self.spans), default=None)
 
 
-class Draw(Record, kw_only=True):
+class Draw(Record, kw_only=True, frozen=True):
     """One draw of one dataset row: a recorded fact, never re-derived."""
 
     number: int  # = group_id
@@ -165,7 +165,7 @@ class Draw(Record, kw_only=True):
     dataset: str  # fingerprint of the rows
 
 
-class Group(Record, kw_only=True):
+class Group(Record, kw_only=True, frozen=True):
     """The G rollouts of one draw: the unit of accounting, scoring, admission and advantage."""
 
     group_id: int
@@ -187,7 +187,7 @@ class Group(Record, kw_only=True):
         return min((v for r in self.rollouts if (v := r.oldest_version) is not None), default=None)
 
 
-class PrefixChunk(Record, kw_only=True):
+class PrefixChunk(Record, kw_only=True, frozen=True):
     """Sampled tokens [start, start+n) of a running rollout, recorded so that a crash does not lose them.
 
     `start` counts tokens after the prompt. Chunks of one (group_id, sample, attempt) are contiguous; `merge_chunks` joins them.
@@ -238,7 +238,7 @@ def join_spans(spans: list[Span]) -> tuple[Span, ...]:
     return tuple(out)
 
 
-class Assignment(Record, kw_only=True):
+class Assignment(Record, kw_only=True, frozen=True):
     """The controller's order to a rollout worker: run this group."""
 
     group_id: int
@@ -249,7 +249,7 @@ class Assignment(Record, kw_only=True):
     prefixes: tuple[PrefixChunk, ...] = ()  # merged, one per recorded sample, after a resume
 
 
-class EvalTask(Record, kw_only=True):
+class EvalTask(Record, kw_only=True, frozen=True):
     """The controller's order to evaluate the version the engine holds now (pinned)."""
 
     number: int  # of evaluations ordered in this run
@@ -259,14 +259,14 @@ class EvalTask(Record, kw_only=True):
     temperature: float
 
 
-class EvalItem(Record, kw_only=True):
+class EvalItem(Record, kw_only=True, frozen=True):
     row: int  # index in the evaluation rows
     rewards: tuple[float | None, ...]  # per sample; None = failed or not applicable
     completions: tuple[str, ...]
     num_tokens: tuple[int, ...]
 
 
-class EvalResult(Record, kw_only=True):
+class EvalResult(Record, kw_only=True, frozen=True):
     number: int
     incarnation: int
     version: int
@@ -276,7 +276,7 @@ class EvalResult(Record, kw_only=True):
     engine_s: float = 0.0  # time the engine spent on evaluation passes
 
 
-class Work(Record, kw_only=True):
+class Work(Record, kw_only=True, frozen=True):
     """Answer to a rollout worker that asked for something to do."""
 
     assignments: tuple[Assignment, ...] = ()
@@ -284,7 +284,7 @@ class Work(Record, kw_only=True):
     stop: bool = False  # finish or save what runs, then leave
 
 
-class Batch(Record, kw_only=True):
+class Batch(Record, kw_only=True, frozen=True):
     """The P groups of one optimizer step, asked for by step number; the same answer every time it is asked."""
 
     step: int  # = the trainer's version when it trains this batch
@@ -295,7 +295,7 @@ class Batch(Record, kw_only=True):
     assignment: tuple[tuple[int, ...], ...] = ()  # group ids per rank; empty = all on rank 0
 
 
-class StepReport(Record, kw_only=True):
+class StepReport(Record, kw_only=True, frozen=True):
     """What the trainer says after a step. `version` = step + 1, also when the update was skipped."""
 
     step: int
@@ -308,7 +308,7 @@ class StepReport(Record, kw_only=True):
     publish_s: float = 0.0  # packed and published the weights
 
 
-class EngineReport(Record, kw_only=True):
+class EngineReport(Record, kw_only=True, frozen=True):
     """An engine holds these bytes: hashed from its own copy."""
 
     engine_id: str
@@ -318,7 +318,7 @@ class EngineReport(Record, kw_only=True):
     sync_s: float = 0.0  # copy + hash, the engine's stall
 
 
-class GenerateRequest(Record, kw_only=True):
+class GenerateRequest(Record, kw_only=True, frozen=True):
     """Continue `token_ids`. Keyed (group_id, sample, attempt, turn, purpose), idempotent under that key."""
 
     group_id: int
@@ -339,7 +339,7 @@ class GenerateRequest(Record, kw_only=True):
         return (self.purpose.value, self.group_id, self.sample, self.attempt, self.turn)
 
 
-class Frame(Record, kw_only=True):
+class Frame(Record, kw_only=True, frozen=True):
     """All that one engine tick produced: B sampled tokens and the generations that ended."""
 
     tick: int
@@ -390,4 +390,4 @@ def decode(data: bytes | memoryview, kind: type[T]) -> T:
     decoder = _decoders.get(kind)
     if decoder is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_dec_hook)
-    return decoder.decode(data)
+    return decoder.decode(data)  # type: ignore[return-value]

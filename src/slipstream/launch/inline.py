@@ -2,8 +2,8 @@
 
     controller ◄── direct calls ── worker, trainer (tasks of one event loop)         engine: ticked by `InlineRun._turn`
 
-With `run.deterministic` a checkpoint is a canonical point: the worker is stopped with its prefixes recorded, and running groups are
-handed out again with those, so the uninterrupted run goes through exactly what a resume goes through.
+With `run.deterministic` a checkpoint is a canonical point: a running evaluation ends first, the worker is stopped with its prefixes
+recorded, and running groups are handed out again with those, so the uninterrupted run goes through exactly what a resume goes through.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slipstream.launch.context import RunContext
 from slipstream.launch.page import NullProgress
 from slipstream.launch.scheduler import run_until_blocked, settle
 from slipstream.models.loading import load_tokenizer
-from slipstream.protocols import CheckpointManifest, Scorer, WeightsOffer
+from slipstream.protocols import Scorer, WeightsOffer
 from slipstream.rollout.external import TickedCalls
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.scoring.scorers import make_scorers
@@ -78,9 +78,7 @@ class InlineRun:
         self._raise_failure()
         if await self._adopt():
             return
-        if (
-            self._worker_task is None and self._worker is not None
-        ):  # at the start and after a canonical point: once the engine holds the newest version
+        if self._worker_task is None and self._worker is not None:  # at the start and after a canonical point: weights come first
             self._worker_task = asyncio.create_task(self._worker.run(), name="rollout worker")
             return
         if self._engine.has_work():
@@ -108,7 +106,7 @@ class InlineRun:
         broker = self._controller.core.broker
         if not isinstance(broker, LagBroker) or not broker.release_next():
             return False
-        self._controller.notify()
+        self._controller.wake()
         return True
 
     async def _wait(self) -> None:
@@ -130,6 +128,12 @@ class InlineRun:
         for task in (self._trainer_task, self._worker_task):
             if task is not None and task.done() and task.exception() is not None:
                 raise task.exception()  # type: ignore[misc]
+
+    async def evaluation_ended(self) -> None:
+        """Wait while an evaluation runs: started again later, it would be of another version. `evaluation.timeout_s` bounds it."""
+        core = self._controller.core
+        while core.state.evaluations.running is not None and not core.stopping:
+            await self._controller.changed()
 
     async def pause_worker(self) -> None:
         """Stop the worker with its prefixes recorded; the next turns start it again with what the controller hands out."""
@@ -153,7 +157,7 @@ class InlineRun:
 
 
 class _CanonicalPoints:
-    """The controller as the trainer of a deterministic run sees it: a checkpoint begins by stopping the worker."""
+    """The controller as the trainer of a deterministic run sees it: a checkpoint begins by bringing everything else to rest."""
 
     def __init__(self, run: InlineRun):
         self._run, self._controller = run, run._controller
@@ -162,8 +166,6 @@ class _CanonicalPoints:
         return getattr(self._controller, name)
 
     async def checkpoint_context(self) -> tuple[str, int, int]:
+        await self._run.evaluation_ended()
         await self._run.outside(("", "checkpoint"), self._run.pause_worker())
         return await self._controller.checkpoint_context()
-
-    async def commit_checkpoint(self, temporary: str, manifest: CheckpointManifest) -> None:
-        await self._controller.commit_checkpoint(temporary, manifest)
