@@ -175,7 +175,8 @@ class _Run:
     def _interrupt(self) -> None:
         self._interrupts += 1
         if self._interrupts == 1 and self._controller is not None:
-            self._controller.core.observer.note("stopping: this step ends, a checkpoint is saved; Ctrl-C again stops at once")
+            saved = "the last checkpoint is where it goes on" if self._config.run.deterministic else "a checkpoint is saved"
+            self._controller.core.observer.note(f"stopping: this step ends, {saved}; Ctrl-C again stops at once")
             self._controller.request_stop("interrupted")
         elif self._main is not None:
             self._main.cancel()

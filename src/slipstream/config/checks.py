@@ -99,11 +99,17 @@ def _lag(config: Config) -> Iterator[Conflict]:
             f'lag = {lag} with launch = "{config.launch}": only one process can hold the engine at exactly that distance; '
             'use launch = "inline" or leave lag out',
         )
-    if lag > config.buffer.max_staleness:
+    if lag != config.buffer.max_staleness:
         yield Conflict(
             ("weight_sync.lag", "buffer.max_staleness"),
-            f"lag = {lag} is more than max_staleness = {config.buffer.max_staleness}: a group may not be that old when it is trained, "
-            f"so the run could never go on; use max_staleness >= {lag}",
+            f"lag = {lag} with max_staleness = {config.buffer.max_staleness}: the gate lets exactly max_staleness + 1 batches start on one "
+            f"version, and only then is each batch sampled exactly lag versions behind; use max_staleness = {lag}",
+        )
+    if config.run.deterministic:
+        yield Conflict(
+            ("weight_sync.lag", "run.deterministic"),
+            f"lag = {lag} with deterministic = true: a resume has the weights of its checkpoint, not the versions behind it that the "
+            "uninterrupted run samples with; use one of the two (an inline run that is not resumed repeats itself anyway)",
         )
     if config.buffer.filter_zero_variance:
         yield Conflict(

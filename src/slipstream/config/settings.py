@@ -154,7 +154,7 @@ class WeightSyncSettings(Settings):
     lag: int | None = Field(
         default=None,
         ge=0,
-        description="launch = 'inline' only: the engine samples every batch with weights exactly this many versions behind.",
+        description="launch = 'inline' only: batch s is sampled with version max(0, s - lag) and no other; needs max_staleness = lag.",
     )
 
 

@@ -78,7 +78,7 @@ async def run_trainer(trainer: Trainer, controller: ControllerAPI, publisher: Pu
         if trainer.step % settings.checkpoint.every == 0 or trainer.step == settings.trainer.steps:
             await _checkpoint(trainer, controller, weights, checkpoints, page)
             committed = trainer.step
-    if trainer.step > committed:
+    if trainer.step > committed and not settings.run.deterministic:  # that one's checkpoints are where its schedule puts them
         await _checkpoint(trainer, controller, weights, checkpoints, page)
     page.idle()
 
