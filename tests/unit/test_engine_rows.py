@@ -7,6 +7,8 @@ import pytest
 import torch
 from engine_harness import Driver, make_engine, prompt, request, run, tiny_model
 
+from slipstream.models.probe import probe
+
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -19,7 +21,9 @@ def one_thread():
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt2"])
 def test_rows_are_bit_equal_alone_and_among_neighbours_that_come_and_go(kind: str) -> None:
     model = tiny_model(kind)
-    driver = Driver(make_engine(model, slots=8))
+    proof = probe(model, slots=8, max_context=128)
+    assert proof.row_invariant
+    driver = Driver(make_engine(model, slots=8, min_rows=proof.min_rows))
     watched = driver.submit(request(0, 0, prompt(23), 40), request(1, 0, prompt(9), 40))
     for i in range(20):  # neighbours of all lengths join and leave, fewer and more than 4 rows
         driver.tick()
@@ -27,7 +31,7 @@ def test_rows_are_bit_equal_alone_and_among_neighbours_that_come_and_go(kind: st
             driver.submit(*(request(10 + i, s, prompt(1 + 5 * i, i), 1 + 3 * s) for s in range(i % 5)))
     driver.drain()
     for handle in watched:
-        (alone,) = run(make_engine(model, slots=8), driver.requests[handle])
+        (alone,) = run(make_engine(model, slots=8, min_rows=proof.min_rows), driver.requests[handle])
         assert alone.token_ids == driver.generations[handle].token_ids
         assert alone.logprobs == driver.generations[handle].logprobs
 

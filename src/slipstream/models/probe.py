@@ -22,9 +22,10 @@ from slipstream.models.layout import PackedLayout, Segment
 from slipstream.models.support import check_supported, context_limit, num_embeddings
 from slipstream.types import GenerateRequest, Purpose, Sampling
 
-_NEW_TOKENS = 4
-_PROMPT_LENGTHS = (30, 17, 9)  # decoding crosses the end of a block, begins one, and stays inside one
+_NEW_TOKENS = 3
+_PROMPT_LENGTHS = (17, 15, 9)  # decoding begins a block, crosses the end of one, and stays inside one
 _MAX_ROWS = 32
+_MORE_ROWS = 16
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
 _HALF_TOLERANCE = 0.5  # nats; rounding of bfloat16 alone reaches a few tenths on real models
 
@@ -35,8 +36,8 @@ class ProbeResult:
 
     engine_gap: float  # max |logprob difference| of engine and plain forwards, nats
     packed_gap: float  # the same of packed and plain forwards
-    min_rows: int  # what a decode pass should be padded to: MIN_ROWS, or all slots where that is not enough for independent rows
-    row_invariant: bool  # so padded, rows gave the same bits alone and among neighbours (experts may break it: see `_is_invariant`)
+    min_rows: int  # what a decode pass is to be padded to, so that rows do not depend on their neighbours: 4, 16 or all slots
+    row_invariant: bool  # whether that was achieved (experts may break it: see `_find_min_rows`)
     num_tokens: int  # compared
 
 
@@ -57,16 +58,12 @@ def probe(model: PreTrainedModel, *, slots: int = 8, max_context: int = 4096) ->
     """Prove `model` (leaves it attached to the shared attention function); ModelError with the numbers if it fails."""
     check_supported(model.config)
     max_context = min(max_context, context_limit(model.config) or max_context)
-    rows = max(3, min(slots, _MAX_ROWS))
+    rows = max(4, min(slots, _MAX_ROWS))
     prompts = _prompts(model, max_context)
     requests = [_request(i % 3, i // 3, prompts[i % 3]) for i in range(rows)]
     together = _generate(model, requests, rows, max_context)
-    min_rows = MIN_ROWS
-    invariant = _is_invariant(model, requests, together, max_context, min_rows)
-    if not invariant:
-        min_rows = slots
-        invariant = _is_invariant(model, requests, together, max_context, rows)
-    compared = together[: min(rows, 6)]  # two of each group
+    compared = [*together[:3], together[-1]]  # one of each group, and the last row
+    min_rows, invariant = _find_min_rows(model, [requests[0], requests[-1]], [together[0], together[-1]], slots, max_context)
     plain = _plain_logprobs(model, compared)
     packed = _packed_logprobs(model, compared)
     engine = np.array([c.logprobs for c in compared])
@@ -81,18 +78,21 @@ def probe(model: PreTrainedModel, *, slots: int = 8, max_context: int = 4096) ->
     return result
 
 
-def _is_invariant(
-    model: PreTrainedModel, requests: list[GenerateRequest], together: list[_Completion], max_context: int, min_rows: int
-) -> bool:
-    """Whether the first and the last sequence come out the same, bit for bit, when each has the engine to itself.
+def _find_min_rows(
+    model: PreTrainedModel, requests: list[GenerateRequest], expected: list[_Completion], slots: int, max_context: int
+) -> tuple[int, bool]:
+    """The least padding at which these requests come out the same, bit for bit, without their neighbours; and whether any does it.
 
-    Mixtures of experts usually fail at any padding: how many rows share an expert's matrix product depends on the neighbours.
+    Matrix products choose their kernel by the number of rows: 4 rows or more are alike on some CPUs, 16 or more on others; kernels go by
+    thresholds, so the fewest and the most rows stand for all between. Mixtures of experts usually fail at any padding: how many rows
+    share an expert's product depends on the neighbours.
     """
-    for i in (0, len(requests) - 1):
-        alone = _generate(model, [requests[i]], min_rows, max_context, min_rows)[0]
-        if (alone.tokens, alone.logprobs) != (together[i].tokens, together[i].logprobs):
-            return False
-    return True
+    candidates = sorted({MIN_ROWS, *(n for n in (_MORE_ROWS,) if n < slots), max(slots, MIN_ROWS)})
+    for min_rows in candidates:
+        apart = _generate(model, requests, max(min_rows, len(requests)), max_context, min_rows)
+        if all((a.tokens, a.logprobs) == (b.tokens, b.logprobs) for a, b in zip(apart, expected, strict=True)):
+            return min_rows, True
+    return candidates[-1], False
 
 
 def _gap(a: np.ndarray, b: np.ndarray) -> float:
