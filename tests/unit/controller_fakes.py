@@ -15,7 +15,19 @@ from slipstream.config import Config
 from slipstream.controller.controller import Controller, open_controller
 from slipstream.controller.run_folder import RunFolder
 from slipstream.protocols import CheckpointManifest, Manifest
-from slipstream.types import Assignment, EngineReport, EvalItem, EvalResult, Group, PrefixChunk, Rollout, RolloutStatus, Span, StepReport
+from slipstream.types import (
+    Assignment,
+    Batch,
+    EngineReport,
+    EvalItem,
+    EvalResult,
+    Group,
+    PrefixChunk,
+    Rollout,
+    RolloutStatus,
+    Span,
+    StepReport,
+)
 from slipstream.weight_sync.slots import SlotBroker
 
 
@@ -50,7 +62,8 @@ def config(**tables) -> Config:
 
 
 def checksum(incarnation: int, version: int) -> str:
-    return f"{incarnation:016x}{version:016x}"
+    """Training is exact here: a version made again has the same bytes."""
+    return f"{version:032x}"
 
 
 def manifest(incarnation: int, version: int) -> Manifest:
@@ -88,10 +101,13 @@ class Crash(Exception):
 
 
 class Dying:
-    """A controller that dies in the middle of its n-th call: the call may have changed things, its answer never leaves."""
+    """A controller that dies in the middle of a call: the call may have changed things, its answer never leaves.
 
-    def __init__(self, controller: Controller, calls: int):
-        self._controller, self._left = controller, calls
+    `when`: the number of the call, or what must be true of the controller.
+    """
+
+    def __init__(self, controller: Controller, when: int | Callable[[Controller], bool]):
+        self._controller, self._when, self._calls, self._dead = controller, when, 0, False
 
     def __getattr__(self, name: str):
         attribute = getattr(self._controller, name)
@@ -99,11 +115,13 @@ class Dying:
             return attribute
 
         async def call(*arguments):
-            self._left -= 1
-            if self._left == 0:
+            self._calls += 1
+            now = self._calls == self._when if isinstance(self._when, int) else self._when(self._controller)
+            if now and not self._dead:
+                self._dead = True
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(attribute(*arguments), 0.01)
-            if self._left <= 0:
+            if self._dead:
                 raise Crash(name)
             return await attribute(*arguments)
 
@@ -130,6 +148,30 @@ def chunk_of(rollout: Rollout) -> PrefixChunk:
         logprobs=rollout.logprobs[1:2],
         spans=(Span(1, 2, span.incarnation, span.version, span.engine_id),),
     )
+
+
+async def serve_engine(controller: Controller) -> int:
+    """An engine that takes the newest weights once; its version."""
+    offer = await controller.next_weights("e0", controller.incarnation, controller.core.state.engines.get("e0", -1))
+    made = offer.manifest
+    report = EngineReport(engine_id="e0", incarnation=made.incarnation, version=made.version, checksum=made.checksum)
+    await controller.confirm_weights(offer.slot, report)
+    return made.version
+
+
+async def publish(controller: Controller, version: int) -> None:
+    await controller.publish(await controller.begin_write(), manifest(controller.incarnation, version))
+
+
+async def make_step(controller: Controller, step: int, **report: Any) -> Batch | None:
+    """Admit what the gate lets through, finish it, train batch `step`, sync. Version 0 must be there."""
+    for task in (await controller.admit(2)).assignments:
+        await controller.finish_group(group_of(task, step, controller.incarnation))
+    batch = await controller.get_batch(step)
+    await publish(controller, step + 1)
+    await controller.finish_step(StepReport(step=step, version=step + 1, checksum=checksum(controller.incarnation, step + 1), **report))
+    await serve_engine(controller)
+    return batch
 
 
 class Roles:
