@@ -67,7 +67,7 @@ def build_engine(config: Config) -> EmbeddedEngine:
     proof = probe(model, slots=config.engine.slots, max_context=max_context)
     return EmbeddedEngine(
         model.requires_grad_(False),
-        lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
         engine_id=ENGINE_ID,
         slots=config.engine.slots,
         max_context=max_context,

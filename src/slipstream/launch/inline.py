@@ -64,7 +64,7 @@ class InlineRun:
         """Turns until trainer and worker have left."""
         model = load_tokenizer(self._context.config.model)
         self._worker = await build_worker(self._context, self._controller, self._client, scorers, model, external=self._outside)
-        api = _CanonicalPoints(self) if self._context.config.run.deterministic else self._controller
+        api: Any = _CanonicalPoints(self) if self._context.config.run.deterministic else self._controller
         self._trainer_task = asyncio.create_task(
             run_trainer(self._trainer, api, self._publisher, self._context.checkpoints, NullProgress()), name="trainer"
         )
@@ -148,7 +148,7 @@ class InlineRun:
         return await self._outside.run(key, awaitable)
 
     async def close(self) -> None:
-        tasks = [task for task in (self._worker_task, self._trainer_task, self._offer) if task is not None]
+        tasks: list[asyncio.Task[Any]] = [task for task in (self._worker_task, self._trainer_task, self._offer) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -40,8 +40,8 @@ class RolloutWorker:
 
     controller, engine: clients of the other roles. tokenizer: as transformers gives it. scorers: see `scoring.scorers.make_scorers`;
     `close` closes them. external: how scorers and environments are called (TickedCalls in deterministic runs). progress: where the worker
-    says what it owes. stop_token_ids: those of tokenizer, template and `generation_config` by default. max_context: tokens of prompt and
-    completion that the engine can hold. capacity_groups: groups at work at most, engine slots aside. make_environment: row to environment,
+    says what it owes. stop_token_ids: the model's own, added to those of its tokenizer and chat template. max_context: tokens of prompt
+    and completion that the engine can hold. capacity_groups: groups at work at most, engine slots aside. make_environment: row to environment,
     by the settings by default.
     """
 
@@ -57,14 +57,13 @@ class RolloutWorker:
         external: ExternalCalls | None = None,
         progress: Progress | None = None,
         seed: int | None = None,
-        stop_token_ids: tuple[int, ...] | None = None,
-        generation_config: Any = None,
+        stop_token_ids: tuple[int, ...] = (),
         capacity_groups: int | None = None,
         make_environment: Callable[[dict[str, Any]], Environment] | None = None,
     ):
         self._controller, self._engine, self._config, self._scorers = controller, engine, config, list(scorers)
         self._renderer = Renderer(tokenizer, max_context)
-        self.stop_token_ids = self._renderer.stop_token_ids(generation_config) if stop_token_ids is None else stop_token_ids
+        self.stop_token_ids = tuple(sorted({*stop_token_ids, *self._renderer.stop_token_ids()}))
         self._recorder = PrefixRecorder(controller)
         self._capacity_groups = capacity_groups
         calls = external or FreeCalls()
