@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from slipstream.cli.arguments import OVERRIDES_HELP, add_json
-from slipstream.cli.show import show_sample
+from slipstream.cli.show import Output, show_sample
 from slipstream.cli.target import Target, add_sampling, add_target, find_target, sampling_of
 from slipstream.errors import ConfigError, DataError, RunFailed
 from slipstream.observe.samples import sample_of
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     result = {"run": str(args.run[0]), "model": target.label, "temperature": sampling.temperature, **numbers(groups)}
     if result["scored"] == 0:
         raise RunFailed(f"no answer of {result['items']} items could be scored; the first failure: {first_error(groups)}")
-    console = Console(file=stream, highlight=False)
+    console = Output(stream)
     print_result(console, result)
     for group in worst(groups, args.worst):
         show_sample(console, sample_of(0, 0, group, group.rollouts[0]), f"item {group.group_id} · mean {number(mean_of(group))}")

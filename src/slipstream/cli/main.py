@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import slipstream
 from slipstream.cli import evaluate, export, generate, init, inspect, rollout, samples, train, validate
 from slipstream.cli.arguments import split_overrides
+from slipstream.cli.show import ReaderLeft
 from slipstream.config.keys import nearest
 from slipstream.errors import ConfigError, ResumeError, SlipstreamError
 
@@ -42,10 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `slipstream samples ... | head`: the reader has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
     except Exception as error:
+        if isinstance(error, ReaderLeft) or (isinstance(error, BrokenPipeError) and _stdout_is_broken()):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at exit
+            return DONE  # the reader has what it wanted
         return _failed(args, error)
 
 
@@ -85,6 +86,14 @@ def build_parser() -> argparse.ArgumentParser:
         verb.add_arguments(sub)
         sub.add_argument("--traceback", action="store_true", help="on failure, show where in the code (also SLIPSTREAM_DEBUG=1)")
     return parser
+
+
+def _stdout_is_broken() -> bool:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def _failed(args: argparse.Namespace, error: Exception) -> int:

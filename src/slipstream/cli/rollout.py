@@ -7,9 +7,10 @@ import asyncio
 import sys
 
 from rich.console import Console
+from rich.markup import escape
 
 from slipstream.cli.arguments import OVERRIDES_HELP
-from slipstream.cli.show import show_sample
+from slipstream.cli.show import Output, show_sample
 from slipstream.cli.target import Target, add_sampling, add_target, find_target, sampling_of
 from slipstream.observe.samples import sample_of
 from slipstream.observe.state import number
@@ -35,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     target = find_target(args)
     sampling = sampling_of(args, target.loaded, target.loaded.config.rollout.temperature)
-    console = Console(file=sys.stdout, highlight=False)
+    console = Output(sys.stdout)
     groups = asyncio.run(sample_groups(target, args.groups, args.samples, sampling))
-    console.print(f"{target.label}, temperature {sampling.temperature:g}, at most {sampling.max_new_tokens} new tokens")
+    console.print(f"{escape(target.label)}, temperature {sampling.temperature:g}, at most {sampling.max_new_tokens} new tokens")
     for group in groups:
         show_group(console, group)
     return 0

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rich.console import Console
-
 from slipstream.cli.arguments import run_folder
-from slipstream.cli.show import show_sample
+from slipstream.cli.show import Output, show_sample
 from slipstream.errors import ConfigError
 from slipstream.observe.samples import Sample, best, read_samples
 
@@ -40,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     samples = read_samples(folder, kind="evaluation" if args.evaluation else "train")
     if not samples:
         raise ConfigError(f"{folder}: no samples yet; a run keeps metrics.samples_per_step rollouts of every step in samples.jsonl")
-    console = Console(file=sys.stdout, highlight=False)
+    console = Output(sys.stdout)
     for sample in choose(samples, args)[: args.count]:
         show_sample(console, sample)
     return 0

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from typing import IO
+
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
 from slipstream.observe.samples import Sample
 from slipstream.observe.state import number
+
+
+class ReaderLeft(Exception):
+    """Nobody reads the output any more, as in `slipstream samples ... | head`."""
+
+
+class Output(Console):
+    """Where a verb prints: plain text in a pipe, colours on a terminal."""
+
+    def __init__(self, stream: IO[str]):
+        super().__init__(file=stream, highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        raise ReaderLeft
 
 
 def show_sample(console: Console, sample: Sample, title: str | None = None) -> None:
