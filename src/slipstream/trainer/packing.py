@@ -218,6 +218,7 @@ class _Builder:
     def build(self) -> MicroBatch:
         segments, paths = self._lay_out()
         layout = PackedLayout(tuple(segments))
+        assert layout.num_tokens == self.num_tokens, "the cost of a sequence is not what laying it out took"
         input_ids = np.empty(layout.num_tokens, dtype=np.int64)
         for sequence, path in zip(self._sequences, paths, strict=True):
             input_ids[path] = sequence.token_ids[: len(path)]
