@@ -127,8 +127,10 @@ class EmbeddedEngine:
         pinned = self._pinned
         if pinned is None or not pinned.has_work():
             return self._run(self._live, self.version)
-        if self._live.has_work(self.version[1]) and self._tick % PINNED_EVERY:
+        if self._live.has_work(self.version[1]) and pinned.num_passed_over < PINNED_EVERY - 1:
+            pinned.num_passed_over += 1
             return self._run(self._live, self.version)
+        pinned.num_passed_over = 0
         began = time.perf_counter()
         frame = self._run(pinned.stream, pinned.version)
         pinned.seconds += time.perf_counter() - began
@@ -207,6 +209,7 @@ class _Pinned:
         self.stream = stream
         self.version = version
         self.seconds = 0.0
+        self.num_passed_over = 0  # live ticks since the last pinned one; not a phase of `tick`, which a resumed run would not share
 
     def has_work(self) -> bool:
         return self.stream.has_work(self.version[1])
