@@ -1,0 +1,193 @@
+"""The reducer: whatever happens in whatever order, the accounts close; what is not legal changes nothing; memory stays flat."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.controller import events as ev
+from slipstream.controller.accounts import tell
+from slipstream.controller.state import RunState, apply, fold
+from slipstream.errors import LedgerError
+from slipstream.types import GroupStatus
+
+START = ev.RunStarted(
+    run_id="r",
+    incarnation=1,
+    kind="fresh",
+    max_staleness=1,
+    groups_per_step=2,
+    window=2,
+    group_size=2,
+    seed=0,
+    data_fingerprint="d",
+)
+
+
+def restart(state: RunState, kind: str, step: int, **more) -> ev.RunStarted:
+    point = next((p for p in state.checkpoints if p.step == step), None)
+    return msgspec.structs.replace(START, kind=kind, incarnation=state.incarnation + 1, from_step=step, point=point, **more)
+
+
+def batch_of(state: RunState, ids) -> ev.BatchRecorded:
+    return ev.BatchRecorded(
+        step=state.next_batch, group_ids=tuple(ids), num_loss_tokens=4, num_samples=2, num_several_versions=1, staleness=((0, 3), (1, 1))
+    )
+
+
+def possible(state: RunState, a: int, b: int) -> list[ev.Event]:
+    """Events, legal and illegal, that the numbers a and b pick."""
+    group = a % (state.next_draw + 2)
+    attempt = state.live[group].attempt if group in state.live else b % 2
+    facts = {"group_id": group, "attempt": attempt, "num_tokens": b}
+    finished = [g for g, v in state.live.items() if v.status is GroupStatus.FINISHED]
+    position = state.redraw[0] if state.redraw else state.position
+    newest = max(state.published, default=state.step - 1)
+    inc, saved = state.incarnation, tuple(p.step for p in state.checkpoints)
+    return [
+        ev.Admitted(group_id=state.next_draw + (a % 5 == 0), row=0, epoch=0, position=position, min_version=0, bound=2),
+        ev.GroupFinished(**facts, rewards=(0.0, 1.0), oldest_version=0, newest_version=0),
+        ev.AttemptFailed(**facts, cause="deadline: slow"),
+        ev.Filtered(**facts, reason="zero variance"),
+        ev.Dropped(**facts, reason="failed", cause="broke"),
+        ev.PrefixesRecorded(chunks=((group, b % 2, attempt, a % 3, b % 4),)),
+        batch_of(state, finished[: 1 + a % 2]),
+        ev.VersionPublished(version=newest + 1 + (b % 7 == 0), checksum=f"{inc}.{newest + 1}"),
+        ev.StepFinished(
+            step=state.step, version=state.step + 1, checksum=f"{inc}.{state.step + 1}", skipped="nan" if b % 4 == 0 else None, active_s=1.0
+        ),
+        ev.EngineAdded(engine_id=f"e{a % 2}"),
+        ev.EngineRemoved(engine_id=f"e{a % 2}"),
+        ev.EngineConfirmed(engine_id=f"e{a % 2}", version=newest, checksum=f"{inc}.{newest}"),
+        ev.CheckpointCommitted(point=state.point(100 + a), kept=(*saved[-1:], state.step)),
+        restart(state, "resume", saved[-1] if saved else 0, kept=saved),
+        restart(state, "rewind", saved[0] if saved else 0, kept=saved),
+        ev.EvaluationOrdered(number=state.evaluations.num_ordered, due=a % 9),
+        ev.EvaluationSkipped(due=a % 9),
+        ev.EvaluationAborted(number=b % 3),
+        ev.StopRequested(reason="x"),
+    ]
+
+
+def check_invariants(state: RunState, history: list[ev.Event]) -> None:
+    account = tell(history)
+    by_status = {s: [g for g, p in account.places.items() if p.status is s] for s in GroupStatus}
+    assert sorted(account.places) == list(range(state.next_draw)), "every draw is in one place"
+    assert len(by_status[GroupStatus.TRAINED]) == state.totals.trained_groups
+    assert len(by_status[GroupStatus.FILTERED]) == state.totals.filtered
+    assert len(by_status[GroupStatus.DROPPED]) == sum(state.totals.dropped.values())
+    assert sorted(by_status[GroupStatus.RUNNING] + by_status[GroupStatus.FINISHED]) == sorted(state.live) == state.order
+    assert len(by_status[GroupStatus.BATCHED]) == state.pulled
+    assert state.slots_taken >= len(state.live) + state.pulled
+    assert set(state.places) - state.passed == set(state.live) and (not state.places or state.places[0] in state.live)
+    assert +account.staleness == +state.totals.staleness
+    assert state.step <= state.next_batch
+    assert all(s in state.batches for s in range(state.step, state.next_batch))
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 17), st.integers(0, 60), st.integers(0, 20)), max_size=120))
+def test_any_order_of_events_keeps_the_accounts_closed(choices):
+    """Choices are biased towards legal events by trying the picked kind first; illegal ones must change nothing."""
+    state, history = apply(RunState(), START), [START]
+    for kind, a, b in choices:
+        event = possible(state, a, b)[kind]
+        before = copy.deepcopy(state)
+        try:
+            state = apply(state, event)
+        except LedgerError:
+            assert state == before, f"{event} was refused, but changed the state"
+            continue
+        history.append(event)
+    check_invariants(state, history)
+    assert fold(history) == state, "the state is a function of its events"
+    decoded = [ev.decode_event(ev.encode_event(event)) for event in history]
+    assert decoded == history
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_long_plausible_histories_keep_the_accounts_closed(seed):
+    """Mostly legal histories, deep enough to train, checkpoint, crash and rewind."""
+    r = random.Random(seed)
+    state, history = apply(RunState(), START), [START]
+    weights = [6, 6, 1, 1, 1, 1, 4, 3, 4, 1, 0.3, 2, 0.5, 0.15, 0.05, 0.3, 0.2, 0.2, 0.02]
+    for _ in range(250):
+        event = r.choices(possible(state, r.randrange(61), r.randrange(21)), weights)[0]
+        try:
+            state = apply(state, event)
+        except LedgerError:
+            continue
+        history.append(event)
+    check_invariants(state, history)
+    assert fold(history) == state
+
+
+def trained(state: RunState, ids) -> RunState:
+    """Admit, finish, batch and train these groups."""
+    events = []
+    for g in ids:
+        events += [
+            ev.Admitted(group_id=g, row=0, epoch=0, position=g, min_version=0, bound=1),
+            ev.GroupFinished(group_id=g, attempt=0, rewards=(0.0,), oldest_version=0, newest_version=0, num_tokens=1),
+        ]
+    state = fold(events, state)
+    state = apply(state, batch_of(state, ids))
+    if not state.published:
+        state = fold([ev.VersionPublished(version=state.step, checksum="x")], state)
+    version = state.step + 1
+    return fold(
+        [ev.VersionPublished(version=version, checksum="x"), ev.StepFinished(step=state.step, version=version, checksum="x")], state
+    )
+
+
+def test_a_group_is_not_trained_twice():
+    state = trained(apply(RunState(), START), [0, 1])
+    with pytest.raises(LedgerError, match="group 1 cannot go into batch 1: it is in batch 0"):
+        apply(state, batch_of(state, [1]))
+    with pytest.raises(LedgerError, match="step 0 finished, but step 1 is next"):
+        apply(state, ev.StepFinished(step=0, version=1, checksum="x"))
+
+
+def test_a_slot_is_held_until_every_engine_has_confirmed():
+    state = fold([ev.EngineAdded(engine_id="a"), ev.EngineAdded(engine_id="b")], apply(RunState(), START))
+    state = trained(state, [0, 1])
+    assert state.slots_taken == 2, "trained, but on no engine"
+    state = apply(state, ev.EngineConfirmed(engine_id="a", version=1, checksum="x"))
+    assert state.slots_taken == 2, "the slower engine counts"
+    assert apply(copy.deepcopy(state), ev.EngineRemoved(engine_id="b")).slots_taken == 0
+    assert apply(state, ev.EngineConfirmed(engine_id="b", version=1, checksum="x")).slots_taken == 0
+
+
+def test_a_skipped_update_is_a_version_and_frees_its_slots():
+    state = fold([ev.EngineAdded(engine_id="a")], apply(RunState(), START))
+    state = trained(state, [0, 1])
+    state = apply(state, ev.EngineConfirmed(engine_id="a", version=1, checksum="x"))
+    assert state.step == 1 and state.slots_taken == 0
+
+
+def test_an_event_costs_the_same_after_a_hundred_thousand_groups():
+    def block(state: RunState, num_steps: int) -> tuple[RunState, float]:
+        started = time.process_time()
+        for _ in range(num_steps):
+            state = trained(state, range(state.next_draw, state.next_draw + 50))
+            version = state.step
+            state = fold([ev.EngineConfirmed(engine_id="a", version=version, checksum="x")], state)
+            if version % 10 == 0:
+                state = apply(state, ev.CheckpointCommitted(point=state.point(version), kept=(version - 10, version)))
+        return state, time.process_time() - started
+
+    state = fold([ev.EngineAdded(engine_id="a")], apply(RunState(), msgspec.structs.replace(START, groups_per_step=50)))
+    state, first = block(state, 200)
+    state, _ = block(state, 1600)
+    state, last = block(state, 200)
+    assert state.next_draw == 100_000 and state.totals.trained_groups == 100_000
+    assert last < 3 * first + 0.2
+    assert len(state.live) + len(state.places) + len(state.passed) + len(state.unconfirmed) == 0
+    assert len(state.batches) <= 20 and len(state.published) <= 3 and len(state.checkpoints) == 2
