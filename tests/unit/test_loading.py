@@ -88,7 +88,7 @@ def test_no_end_token(folder):
     edit(folder / "generation_config.json", eos_token_id=...)
     edit(folder / "config.json", eos_token_id=None)
     edit(folder / "tokenizer_config.json", eos_token=...)
-    with pytest.raises(ModelError, match="has no end token.*set eos_token"):
+    with pytest.raises(ModelError, match=r"has no end token.*set eos_token"):
         load_tokenizer(settings(folder))
 
 
@@ -114,7 +114,7 @@ def test_template_of_the_settings_as_text_or_file(folder, tmp_path):
 
 def test_tokenizer_larger_than_the_embedding(folder):
     edit(folder / "config.json", vocab_size=200)
-    with pytest.raises(ModelError, match="token ids up to 261 .* only 200 rows"):
+    with pytest.raises(ModelError, match=r"token ids up to 261 .* only 200 rows"):
         load_tokenizer(settings(folder))
 
 

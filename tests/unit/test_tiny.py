@@ -20,7 +20,7 @@ QUICK = TinyRecipe(hidden_size=16, num_layers=1, num_heads=2, enough=0.0)  # sto
 def test_prompts_of_warm_start_training_and_evaluation_are_disjoint():
     parts = {part: [row["prompt"] for row in sort_digits(part)] for part in ("warm", "train", "eval")}
     everything = [prompt for prompts in parts.values() for prompt in prompts]
-    assert len(everything) == len(set(everything)) == 10_000
+    assert len(everything) == len(set(everything)) == 4_700
     assert min(map(len, parts.values())) >= 200
 
 
@@ -96,7 +96,7 @@ def test_it_is_made_once_and_leaves_the_random_state_alone(tmp_path, monkeypatch
 def test_a_warm_start_that_cannot_succeed_says_so_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
     recipe = TinyRecipe(**(QUICK.__dict__ | {"enough": 1.1, "max_steps": 5}))
-    with pytest.raises(ModelError, match="did not reach 1.1 within 5 steps"):
+    with pytest.raises(ModelError, match=r"did not reach 1\.1 within 5 steps"):
         tiny_folder(recipe)
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == []
 

@@ -67,12 +67,12 @@ def load_model(
     where = resolve_device(device or settings.device)
     tokenizer, info = load_tokenizer(settings)
     with _readable_errors(settings), _quiet():
-        model, loaded = AutoModelForCausalLM.from_pretrained(
+        model, loaded = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
             info.source,
             dtype=getattr(torch, dtype or settings.dtype),
             trust_remote_code=False,
             use_safetensors=True,  # the alternative is a pickle
-            output_loading_info=True,
+            output_loading_info=True,  # makes it a pair
         )
     if absent := sorted(loaded["missing_keys"]):  # transformers would leave them random
         raise ModelError(f"model '{settings.name}': {len(absent)} weights are not in its files, e.g. {absent[0]}")

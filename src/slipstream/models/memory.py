@@ -86,7 +86,7 @@ def memory_need(config: Config, size: ModelSize, prompt_tokens: int = 0) -> Memo
     """Estimate the bytes of each part of a run with a model of this size."""
     weights = size.num_parameters * _ELEMENT_BYTES[config.model.dtype]
     trainer, engine = _trainer_bytes(config, size, prompt_tokens), _engine_bytes(config, size)
-    num_processes = 1 if config.launch == "inline" else 4
+    num_processes = 1 if config.launch == "inline" else 3  # the launching process has no torch
     parts = {
         "trainer": trainer,
         "engine": engine,

@@ -1,0 +1,126 @@
+"""The estimate of what a run needs."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.config.settings import Config, DataSettings, EngineSettings, ModelSettings, RolloutSettings, TrainerSettings
+from slipstream.errors import MemoryNeedError, ModelError
+from slipstream.models import memory
+from slipstream.models.memory import ModelSize, available_bytes, check_memory, local_folder, memory_need, read_model_size
+from slipstream.models.tiny import TinyRecipe, make_model, make_tokenizer
+
+MIB = 1 << 20
+SIZE = ModelSize(
+    num_parameters=1_000_000,
+    hidden_size=100,
+    intermediate_size=400,
+    num_layers=2,
+    kv_width=50,
+    vocab_size=1000,
+    context_tokens=64,
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    model = make_model(TinyRecipe(hidden_size=16, num_layers=3, num_heads=2), make_tokenizer())
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_the_size_is_read_from_the_files(folder):
+    size = read_model_size(folder)
+    model = make_model(TinyRecipe(hidden_size=16, num_layers=3, num_heads=2), make_tokenizer())
+    assert size.num_parameters == sum(p.numel() for p in model.parameters())  # the tied head is stored once
+    assert (size.hidden_size, size.intermediate_size, size.num_layers, size.kv_width) == (16, 64, 3, 16)
+    assert (size.vocab_size, size.context_tokens) == (262, 512)
+
+
+def test_parts_of_a_float32_run():
+    config = Config(
+        launch="inline",
+        data=DataSettings(eval="builtin:sort_digits:eval"),
+        engine=EngineSettings(slots=8),
+        rollout=RolloutSettings(group_size=2, max_new_tokens=10),
+        trainer=TrainerSettings(groups_per_step=3),
+    )
+    parts = memory_need(config, SIZE, prompt_tokens=30).parts
+    kv = 2 * 8 * 64 * 2 * 50 * 4  # keys and values, slots, context, layers, width, bytes
+    assert parts["engine"] == 2 * (4_000_000 + kv)  # live and pinned
+    assert parts["weight sync"] == 3 * 4_000_000
+    tokens = 3 * (30 + 2 * 10)
+    activations = tokens * 2 * (10 * 100 + 4 * 50 + 4 * 400) * 4
+    assert parts["trainer"] == 16 * 1_000_000 + activations + 3 * tokens * 1000 * 4
+
+
+def test_bfloat16_adds_masters_and_halves_the_rest():
+    config = Config(model=ModelSettings(dtype="bfloat16"), data=DataSettings(eval=None), engine=EngineSettings(slots=8))
+    parts = memory_need(config, SIZE).parts
+    assert parts["weight sync"] == 3 * 2_000_000
+    assert parts["engine"] == 2_000_000 + 2 * 8 * 64 * 2 * 50 * 2
+    assert parts["trainer"] > (2 + 4 + 8 + 4) * 1_000_000
+
+
+def test_gradient_checkpointing_needs_less():
+    def trainer(on: bool) -> int:
+        settings = TrainerSettings(gradient_checkpointing=on)
+        return memory_need(Config(trainer=settings), ModelSize(1000, 512, 2048, 24, 512, 1000, 4096)).parts["trainer"]
+
+    assert trainer(True) < trainer(False) / 5
+
+
+def test_a_gpu_takes_its_parts_off_main_memory():
+    here = memory_need(Config(model=ModelSettings(device="cpu")), SIZE)
+    there = memory_need(Config(model=ModelSettings(device="cuda:0")), SIZE)
+    assert here.parts == there.parts
+    assert here.host_bytes == here.total_bytes
+    assert there.host_bytes == there.parts["weight sync"] + there.parts["processes"]
+
+
+def test_too_little_memory_is_refused_before_loading(folder, monkeypatch):
+    config = Config(model=ModelSettings(name=str(folder), device="cpu"), launch="inline")
+    need = check_memory(config)
+    assert need is not None
+    monkeypatch.setattr(memory, "available_bytes", lambda: need.host_bytes)
+    assert check_memory(config) is not None
+    monkeypatch.setattr(memory, "available_bytes", lambda: need.host_bytes - 1)
+    with pytest.raises(MemoryNeedError, match=r"needs about .* GiB: trainer .*, engine .* GiB available\)\. Lower engine\.slots"):
+        check_memory(config)
+
+
+def test_unknown_memory_refuses_nothing(folder, monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: None)
+    need = check_memory(Config(model=ModelSettings(name=str(folder))))
+    assert need is not None
+    assert "available" not in str(need)
+
+
+def test_a_model_that_is_not_here_yet_has_no_estimate(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    for name in ("builtin:tiny", "pypi:package==1.0", "absent.gguf", "nobody/absent"):
+        assert local_folder(ModelSettings(name=name)) is None
+        assert check_memory(Config(model=ModelSettings(name=name))) is None
+
+
+def test_made_models_are_found_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    for name in ("tiny-0123", "gguf-small.Q4-abcd", "pypi-package-1.0"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "pypi-package-1.0" / "small.Q4.gguf").touch()
+    assert local_folder(ModelSettings(name="builtin:tiny")) == tmp_path / "tiny-0123"
+    assert local_folder(ModelSettings(name="somewhere/small.Q4.gguf")) == tmp_path / "gguf-small.Q4-abcd"
+    assert local_folder(ModelSettings(name="pypi:package==1.0")) == tmp_path / "gguf-small.Q4-abcd"
+
+
+def test_damaged_files_are_named(folder):
+    (folder / "model.safetensors").write_bytes(b"\xff" * 8)
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a safetensors file"):
+        read_model_size(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        read_model_size(folder)
+
+
+def test_this_machine_says_what_it_has():
+    assert 64 * MIB < (available_bytes() or 0) < 1 << 50
