@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from slipstream import train
 from slipstream.config.load import load_tables
 from slipstream.controller import events as ev
@@ -43,6 +45,21 @@ def tables(folder: Path, **changes: Tables | str) -> Tables:
     for name, change in changes.items():
         base[name] = {**base.get(name, {}), **change} if isinstance(change, dict) else change
     return base
+
+
+REWARDS = """
+def spread(completion):
+    return (sum(map(ord, completion)) % 17) / 16.0
+"""
+
+
+def run_file(folder: Path, settings: Tables) -> Path:
+    """A run file in `folder` with `spread` as its reward, for runs in processes of their own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rewards.py").write_text(REWARDS)
+    path = folder / "run.toml"
+    path.write_text(tomli_w.dumps({**settings, "reward": [{"function": "rewards.py:spread"}]}))
+    return path
 
 
 def run(settings: Tables, *, reward: Callable[..., Any] = spread, **more: Any) -> Result:
