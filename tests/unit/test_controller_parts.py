@@ -11,7 +11,7 @@ from collections import Counter
 import msgspec
 import numpy as np
 import pytest
-from controller_fakes import Notes, Roles, config, make_step, publish, rollout, serve_engine, start
+from controller_fakes import Notes, Roles, checksum, config, group_of, make_step, publish, rollout, serve_engine, start
 
 from slipstream.controller.buffer import bad_data, failure_of, has_zero_variance, make_batch
 from slipstream.controller.cursor import Cursor
@@ -19,7 +19,7 @@ from slipstream.controller.evaluations import choose, evaluation_line, pending
 from slipstream.controller.metrics_line import staleness_stats
 from slipstream.controller.run_folder import RunFolder
 from slipstream.controller.timing import Meter, StepTimes
-from slipstream.types import Draw, EvalItem, EvalResult, Group, Span
+from slipstream.types import Draw, EvalItem, EvalResult, Group, Span, StepReport
 
 
 def test_an_epoch_draws_every_row_once_and_the_order_is_a_function_of_the_seed():
@@ -196,19 +196,22 @@ def test_free_engine_slots_behind_the_closed_gate_are_idle(tmp_path):
 def test_a_trainer_that_waits_is_idle(tmp_path):
     async def main():
         observer, clock = Notes(), Ticks()
-        controller = start(
-            RunFolder.create("t", tmp_path / "run"), config(buffer={"max_staleness": 0}, checkpoint={"every": 99}), observer, clock=clock
-        )
-        roles = Roles(controller)
-
-        def slow(task):
-            clock.time += 3.0 if task.group_id >= 2 else 0.0
-            return {}
-
-        roles.outcome = slow
-        await roles.run()
-        assert observer.steps[-1][0]["trainer_idle_fraction"] == 1.0
-        assert controller.totals()["trainer_idle_fraction"] == 1.0
+        controller = start(RunFolder.create("t", tmp_path / "run"), config(buffer={"max_staleness": 0}), observer, clock=clock)
+        await publish(controller, 0)
+        await serve_engine(controller)
+        for step in range(2):
+            asked = asyncio.create_task(controller.get_batch(step))
+            await asyncio.sleep(0)
+            clock.time += 3.0  # the groups take this long
+            for task in (await controller.admit(2)).assignments:
+                await controller.finish_group(group_of(task, step, 1))
+            await asked
+            clock.time += 1.0  # the step takes this long
+            await publish(controller, step + 1)
+            await controller.finish_step(StepReport(step=step, version=step + 1, checksum=checksum(1, step + 1)))
+            await serve_engine(controller)
+        assert [line["trainer_idle_fraction"] for line, _ in observer.steps] == [0.0, 0.75]
+        assert controller.totals()["trainer_idle_fraction"] == 3 / 5
         controller.close()
 
     asyncio.run(main())

@@ -7,7 +7,9 @@
     launcher            wait_finished             finish_step, finish_evaluation, stop, fail
 
 There is one event loop, and all state changes happen in it. A change wakes everyone who waits; each looks again and goes back to sleep if
-it still has to. Answers leave only when what they rest on is durable; commits that fall due in one turn of the loop are one commit.
+it still has to. Work that would be lost (tokens, scores, batches, steps, evaluations) is durable before its call returns; draws, versions
+and confirmations become durable with the next such call, or shortly after: the log loses only a suffix, and a crash that loses them also
+ends everyone who knew of them. What falls due in one turn of the loop is one commit.
 Every wait has a deadline that moves on with progress, and names what it waits for when it passes.
 """
 
@@ -33,6 +35,7 @@ from slipstream.types import Batch, EngineReport, EvalResult, Group, PrefixChunk
 
 T = TypeVar("T")
 MARGIN_S = 60.0
+COMMIT_WITHIN_S = 0.05  # of what nobody waits for
 
 
 def open_controller(
@@ -96,6 +99,7 @@ class Controller:
         self._events = 0  # changes of any kind
         self._group_events = 0  # changes that bring a batch nearer
         self._commit: asyncio.Future[None] | None = None
+        self._later: asyncio.TimerHandle | None = None
 
     # -- what the launcher asks
 
@@ -200,6 +204,8 @@ class Controller:
 
     def close(self) -> None:
         """Commit, close the ledger, give the folder back."""
+        if self._later is not None:
+            self._later.cancel()
         try:
             self.core.close()
         finally:
@@ -215,7 +221,7 @@ class Controller:
             lambda: self._events,
         )
         self.core.measure_idle()
-        await self._durable()
+        self._commit_later()
         return work
 
     async def progress(self, chunks: list[PrefixChunk]) -> None:
@@ -273,7 +279,7 @@ class Controller:
     async def publish(self, slot: int, manifest: Manifest) -> None:
         self.core.publish(slot, manifest)
         self.wake()
-        await self._durable()
+        self._commit_later()
 
     async def finish_step(self, report: StepReport) -> None:
         self.core.finish_step(report)
@@ -318,13 +324,13 @@ class Controller:
             self._quiet_s,
             lambda: self._events,
         )
-        await self._durable()
+        self._commit_later()
         return offer
 
     async def confirm_weights(self, slot: int, report: EngineReport) -> None:
         self.core.confirm_weights(slot, report)
         self.wake()
-        await self._durable()
+        self._commit_later()
 
     # -- waiting and durability
 
@@ -347,6 +353,10 @@ class Controller:
         """Return when every event so far is on disk."""
         await asyncio.shield(self._commit_soon())
 
+    def _commit_later(self) -> None:
+        if self._later is None and self._commit is None:
+            self._later = asyncio.get_running_loop().call_later(COMMIT_WITHIN_S, self._commit_soon)
+
     def _commit_soon(self) -> asyncio.Future[None]:
         """One commit for all changes of this turn of the loop."""
         if self._commit is None:
@@ -357,6 +367,9 @@ class Controller:
 
     def _commit_now(self, future: asyncio.Future[None]) -> None:
         self._commit = None
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
         try:
             self.core.commit()
         except BaseException as error:

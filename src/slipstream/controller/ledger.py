@@ -13,6 +13,7 @@ event, so "the ledger as of event n" is a query. Only the controller writes, und
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -70,8 +71,9 @@ class LedgerReader:
         """Open an existing ledger for reading, also while a run writes it."""
         if not path.is_file():
             raise RunFolderError(f"there is no ledger {path}: is {path.parent} a run folder?")
+        still = "" if os.access(path.parent, os.W_OK) else "&immutable=1"  # a reader of a WAL needs to write beside it
         with storage_errors(str(path)):
-            return cls(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None), str(path))
+            return cls(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{still}", uri=True, isolation_level=None), str(path))
 
     def close(self) -> None:
         self._db.close()
