@@ -8,13 +8,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from slipstream.cli.weights import load_trained
+import torch
+
+from slipstream.cli.weights import put_weights
 from slipstream.config.settings import Config
 from slipstream.engines.embedded.client import InProcessClient
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.environments import make_environment
-from slipstream.models.loading import ModelInfo
-from slipstream.models.probe import probe
+from slipstream.launch.assemble import build_engine
+from slipstream.models.loading import ModelInfo, load_tokenizer
 from slipstream.rollout.external import FreeCalls
 from slipstream.rollout.group import GroupRunner
 from slipstream.rollout.rendering import Renderer
@@ -69,17 +71,14 @@ async def open_session(config: Config, checkpoint: Path | None = None, *, scored
 
     Raises ModelError, CheckpointError, ConfigError (a reward that does not load).
     """
-    settings = config.model.model_copy(update={"device": config.engine.device or config.model.device})
-    set_threads(config.engine.threads)
-    model, tokenizer, info = load_trained(settings, checkpoint)
-    max_context = min(config.engine.max_context or info.context_tokens, info.context_tokens)
-    proof = probe(model, slots=config.engine.slots, max_context=max_context)
-    renderer = Renderer(tokenizer, max_context)
-    engine = EmbeddedEngine(
-        model, renderer.decode, slots=config.engine.slots, max_context=max_context, seed=config.run.seed, min_rows=proof.min_rows
-    )
+    torch.set_num_threads(config.engine.threads)
+    tokenizer, info = load_tokenizer(config.model)
+    engine = build_engine(config)
+    if checkpoint is not None:
+        put_weights(engine.model, checkpoint)
     engine.set_version(0, 0 if checkpoint is None else int(checkpoint.name.removeprefix("step-")), "")
     engine.pin(share=True)  # nothing changes these weights
+    renderer = Renderer(tokenizer, engine.max_context)
     wake = asyncio.Event()
     client = InProcessClient(engine, on_submit=wake.set)
     runner = RolloutRunner(
@@ -88,7 +87,7 @@ async def open_session(config: Config, checkpoint: Path | None = None, *, scored
         config,
         FreeCalls(),
         lambda row: make_environment(config, row),
-        stop_token_ids=info.stop_token_ids,
+        stop_token_ids=tuple(sorted({*info.stop_token_ids, *renderer.stop_token_ids()})),
         seed=config.run.seed,
     )
     scorers = make_scorers(config.reward) if scored else []
@@ -114,9 +113,3 @@ async def tick_for_ever(engine: EmbeddedEngine, client: InProcessClient, wake: a
                 await wake.wait()  # nothing is owed here: the session's own work submits requests, or ends this task
     except Exception as error:
         client.fail(error)
-
-
-def set_threads(threads: int) -> None:
-    import torch
-
-    torch.set_num_threads(threads)

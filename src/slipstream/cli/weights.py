@@ -29,21 +29,23 @@ def checkpoint_folder(folder: Path, step: int | None) -> Path:
     return folder / "checkpoints" / f"step-{kept[-1] if step is None else step}"
 
 
-def load_trained(settings: ModelSettings, checkpoint: Path | None) -> tuple[Any, Any, ModelInfo]:
-    """(model, tokenizer, info): the model of the settings, with the weights of a checkpoint (verified first) if one is given.
-
-    The model has the settings' dtype: that of the engine, which is what was sampled from.
-    """
-    import torch
-
-    from slipstream.checkpoint_files import verify_checkpoint
+def load_trained(settings: ModelSettings, checkpoint: Path) -> tuple[Any, Any, ModelInfo]:
+    """(model, tokenizer, info): the model of the settings with the checkpoint's weights."""
     from slipstream.models.loading import load_model
 
-    if checkpoint is None:
-        return load_model(settings)
+    model, tokenizer, info = load_model(settings)
+    put_weights(model, checkpoint)
+    return model, tokenizer, info
+
+
+def put_weights(model: Any, checkpoint: Path) -> None:
+    """Overwrite the model's weights with a checkpoint's, which is verified first, in the model's own dtypes.
+
+    A checkpoint of a bfloat16 run holds bfloat16 weights, or the float32 ones they were rounded from: rounding gives the same either way.
+    """
+    from slipstream.checkpoint_files import verify_checkpoint
     from slipstream.trainer.checkpoint import load_weights, read_tensors
 
     verify_checkpoint(checkpoint)
-    model, tokenizer, info = load_model(settings, dtype="float32")  # the trainer's own weights are float32 whatever the engine computes in
-    load_weights(model, read_tensors(checkpoint / "model"), checkpoint / "model")
-    return model.to(getattr(torch, settings.dtype)), tokenizer, info
+    own, weights = model.state_dict(), read_tensors(checkpoint / "model")
+    load_weights(model, {name: t.to(own[name].dtype) if name in own else t for name, t in weights.items()}, checkpoint / "model")
