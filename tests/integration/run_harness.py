@@ -77,6 +77,13 @@ class Told:
     account: Account
 
 
+def sampled_with(story: Told) -> dict[int, set[int]]:
+    """Step -> the versions that sampled its batch's tokens."""
+    return {
+        step: {s.version for g in ids for r in story.groups[g].rollouts for s in r.spans} for step, ids in story.account.batches.items()
+    }
+
+
 def told(folder: Path) -> Told:
     """Read a run's ledger; its accounts must close."""
     with LedgerReader.open(folder / "ledger.sqlite") as reader:

@@ -161,7 +161,8 @@ def _rewards(config: Config, reward_given: bool) -> Iterator[Conflict]:
             ("reward",),
             "no reward: nothing says what a good answer is; add [[reward]] with function = "
             + " | ".join(f'"{name}"' for name in BUILTIN_REWARDS)
-            + ', "package.module:function", or "rewards.py:function" beside the run file',
+            + ', "package.module:function", or "rewards.py:function" beside the run file; a Python function goes to '
+            "slipstream.train(..., reward=function), also to resume a run that was trained with one",
         )
         return
     for index, reward in enumerate(config.reward):
