@@ -9,7 +9,7 @@ def answer_only(completion: str, answer: str) -> float:
 
 
 def last_number(completion: str, answer: str) -> float:
-    """1.0 if the last whole number in the completion is the answer, whatever the words around it."""
+    """1.0 if the last number in the completion is the answer, whatever the words around it."""
     # A minus sign counts only where it is not a subtraction: "3 - 4" ends in 4, "3 - 4 = -1" ends in -1.
-    numbers = re.findall(r"(?<![\d.])(?<!\d\s)-?\d+", completion.replace(",", ""))
-    return float(bool(numbers) and int(numbers[-1]) == int(answer))
+    numbers = re.findall(r"(?<![\d.])(?<!\d\s)-?\d+(?:\.\d+)?|\d+(?:\.\d+)?", completion.replace(",", ""))
+    return float(bool(numbers) and float(numbers[-1]) == float(answer))
