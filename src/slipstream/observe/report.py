@@ -30,13 +30,14 @@ def print_report(summary: dict[str, Any], stream: IO[str]) -> None:
 
 
 def before_and_after(samples: list[Sample], count: int) -> list[tuple[Sample, Sample]]:
-    """The first and the last answer to each of up to `count` held-out prompts: always the same prompts, well answered or not."""
+    """The first and the last answer to up to `count` held-out prompts: those answered worst at first, since only there learning shows."""
     versions = sorted({s.step for s in samples})
     if len(versions) < 2:
         return []
     first = {s.group_id: s for s in samples if s.step == versions[0]}
     last = {s.group_id: s for s in samples if s.step == versions[-1]}
-    return [(first[item], last[item]) for item in sorted(first.keys() & last.keys())][:count]
+    pairs = [(first[item], last[item]) for item in sorted(first.keys() & last.keys())]
+    return sorted(pairs, key=lambda pair: pair[0].reward or 0.0)[:count]
 
 
 def answers(before: Sample, after: Sample) -> Table:

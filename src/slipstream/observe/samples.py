@@ -15,7 +15,7 @@ from slipstream.observe.jsonl import JsonLines, read_jsonl
 from slipstream.types import EvalItem, EvalResult, Group, Rollout
 
 FILE_NAME = "samples.jsonl"
-EVALUATION_ITEMS = 4  # items kept of every evaluation: always the same ones, so that answers can be compared over time
+EVALUATION_ITEMS = 8  # items kept of every evaluation: always the same ones, so that answers can be compared over time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

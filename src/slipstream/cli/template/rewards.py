@@ -6,4 +6,4 @@ def score(completion: str, row: dict) -> float:
     said, wanted = completion.strip(), str(row["answer"])
     if said == wanted:
         return 1.0
-    return 0.2 * sum(a == b for a, b in zip(said, wanted)) / len(wanted)
+    return 0.2 * sum(a == b for a, b in zip(said, wanted, strict=False)) / len(wanted)
