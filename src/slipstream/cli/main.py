@@ -41,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return VERBS[args.verb].run(args)
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return INTERRUPTED
+        return _told(args, "stopped at once", INTERRUPTED)
     except Exception as error:
         if isinstance(error, ReaderLeft) or (isinstance(error, BrokenPipeError) and _stdout_is_broken()):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at exit
@@ -97,7 +96,7 @@ def _stdout_is_broken() -> bool:
 
 
 def _failed(args: argparse.Namespace, error: Exception) -> int:
-    """One message on stderr, the traceback where asked for; with --json the message is an object on stdout, too."""
+    """The exit code of this error, told in one message; the traceback where asked for."""
     error = first_cause(error)
     code = WRONG_USAGE if isinstance(error, ConfigError | ResumeError) else FAILED
     ours = isinstance(error, SlipstreamError)
@@ -106,6 +105,11 @@ def _failed(args: argparse.Namespace, error: Exception) -> int:
         traceback.print_exception(error)
     elif not ours:
         message += "\n(not one of slipstream's own errors; --traceback shows where it came from)"
+    return _told(args, message, code)
+
+
+def _told(args: argparse.Namespace, message: str, code: int) -> int:
+    """Say it on stderr, and with --json as an object on stdout, too."""
     print(f"slipstream {args.verb}: {message}", file=sys.stderr)
     if getattr(args, "json", False):
         print(json.dumps({"error": message, "exit_code": code}))

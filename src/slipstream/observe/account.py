@@ -13,7 +13,7 @@ from slipstream.observe.state import duration, number, percent
 from slipstream.observe.summary import mean, quantile, ratio
 from slipstream.types import GroupStatus
 
-BAR_WIDTH = 40  # characters of the longest bar
+BAR_WIDTH = 30  # characters of the longest bar
 
 
 def account(state: RunState) -> dict[str, Any]:
