@@ -148,7 +148,7 @@ class Schedule:
         if a.restart and r.random() < a.restart:
             return [("restart", r.randrange(a.engines))]
         out: list[tuple] = []
-        if self.core.gate or (self.core._unassigned and state.permit(self.core._unassigned[0]) <= state.step):
+        if self.core.intake.work_waits:
             out.append(("admit",))
         for group_id, task in self.tasks.items():
             if task.engine is None:

@@ -329,6 +329,22 @@ def test_a_rewind_to_the_initial_model(folder):
     run(main())
 
 
+def test_a_deterministic_resume_goes_on_from_a_rewind_that_was_made_since_its_checkpoint(folder):
+    async def main():
+        settings = config(run={"deterministic": True})
+        await live(folder, settings)
+        second = start(folder, settings, rewind=4)
+        with pytest.raises(ExceptionGroup):
+            await Roles(Dying(second, 12)).run()
+        abandon(second)
+        third, roles = await live(folder, settings)
+        assert third.start.kind == "deterministic_resume" and third.start_step == 4
+        assert [t.group_id for t in roles.assigned] == [12, 13, 14, 15], "the rewind stands"
+        assert account_of(folder).counts == {"trained": 12, "dropped: rewound": 4}
+
+    run(main())
+
+
 def test_a_rewind_names_the_checkpoints_there_are(folder):
     async def main():
         await live(folder, config())

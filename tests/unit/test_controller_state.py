@@ -172,6 +172,14 @@ def test_a_skipped_update_is_a_version_and_frees_its_slots():
     assert state.step == 1 and state.slots_taken == 0
 
 
+def test_a_lowered_limit_closes_the_gate_and_leaves_admitted_groups_their_bound():
+    state = fold([ev.Admitted(group_id=g, row=0, epoch=0, position=g, min_version=0, bound=2) for g in range(4)], apply(RunState(), START))
+    assert state.slots_taken == 4 and state.permit(3) == 0 + 3 // 2 - 1
+    state = apply(state, ev.SettingsChanged(changes={"buffer.max_staleness": 0, "buffer.window": 1}, reason="collapse"))
+    assert state.permit(3) == 1, "groups that have not started yet start later"
+    assert {g.bound for g in state.live.values()} == {2}, "what may have started under the old limit is held to that one"
+
+
 def test_an_event_costs_the_same_after_a_hundred_thousand_groups():
     def block(state: RunState, num_steps: int) -> tuple[RunState, float]:
         started = time.process_time()

@@ -1,11 +1,16 @@
-"""Which evaluation is due, and the line that reports one. Pure functions."""
+"""Evaluations: which are due, one at a time, what became of them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from slipstream.types import EvalResult
+from slipstream.config.settings import Config
+from slipstream.controller import events as ev
+from slipstream.controller.journal import Journal
+from slipstream.errors import WeightSyncError
+from slipstream.types import EvalResult, EvalTask
 
 
 def pending(handled: dict[int, int], confirmed: int, every: int, steps: int) -> list[int]:
@@ -60,3 +65,73 @@ def evaluation_line(result: EvalResult, due: int, samples: int) -> dict[str, Any
         "engine_s": result.engine_s,
         "completion_tokens_mean": mean([float(n) for item in result.items for n in item.num_tokens]),
     }
+
+
+class EvaluationDesk:
+    """Orders evaluations and takes their results in."""
+
+    def __init__(self, journal: Journal, config: Config, rows: Sequence[dict[str, Any]]):
+        self._journal, self._config = journal, config
+        self._rows = tuple(rows)[: config.evaluation.limit]
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last version is evaluated and nothing runs (or there is nothing to evaluate on)."""
+        evaluations, last = self._journal.state.evaluations, self._config.trainer.steps
+        return not self._rows or (evaluations.running is None and last in evaluations.handled)
+
+    def order(self) -> EvalTask | None:
+        state, settings = self._journal.state, self._config.evaluation
+        evaluations = state.evaluations
+        if not self._rows or evaluations.running is not None:
+            return None
+        confirmed = max(state.engines.values(), default=-1)
+        due, obsolete = choose(pending(evaluations.handled, confirmed, settings.every, self._config.trainer.steps))
+        for old in obsolete:
+            self._journal.record(ev.EvaluationSkipped(due=old, reason=f"version {due} became due before an evaluation could start"))
+            self._journal.observer.note(f"the evaluation of version {old} is skipped: version {due} became due before it could start")
+        if due is None:
+            return None
+        number = evaluations.num_ordered
+        self._journal.record(ev.EvaluationOrdered(number=number, due=due))
+        return EvalTask(
+            number=number,
+            due_version=due,
+            rows=self._rows,
+            samples=settings.samples,
+            temperature=settings.temperature,
+        )
+
+    def finish(self, result: EvalResult) -> None:
+        """Take in an evaluation; one that is not the running one (ordered before a restart, or reported twice) changes nothing."""
+        running = self._journal.state.evaluations.running
+        if running is None or running.number != result.number:
+            return
+        published = self._journal.ledger.version_checksum(result.incarnation, result.version)
+        if published != result.checksum:
+            raise WeightSyncError(
+                f"evaluation {result.number} ran on version {result.incarnation}.{result.version} with checksum {result.checksum}, "
+                f"published was {published}"
+            )
+        line = evaluation_line(result, running.due, self._config.evaluation.samples)
+        self._journal.record(
+            ev.EvaluationFinished(
+                number=result.number,
+                due=running.due,
+                incarnation=result.incarnation,
+                version=result.version,
+                checksum=result.checksum,
+                reward=mean(rewards_of(result)),
+                num_failed=line["failed"],
+                duration_s=result.duration_s,
+                engine_s=result.engine_s,
+            ),
+            result,
+        )
+        self._journal.tell(lambda: self._journal.observer.evaluation(line, result))
+
+    def abort(self) -> None:
+        """The worker of the running evaluation is gone: it is ordered again from its beginning."""
+        running = self._journal.state.evaluations.running
+        if running is not None:
+            self._journal.record(ev.EvaluationAborted(number=running.number))

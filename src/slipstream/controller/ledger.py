@@ -102,6 +102,13 @@ class LedgerReader:
         assert isinstance(event, ev.RunStarted)
         return event
 
+    @property
+    def last_rewind_seq(self) -> int:
+        """The newest rewind that counts; 0 where there is none."""
+        rewinds = [seq for (seq,) in self._rows("SELECT seq FROM incarnations WHERE kind = 'rewind'")]
+        ranges = self.live_ranges()
+        return max((seq for seq in rewinds if any(first <= seq <= last for first, last in ranges)), default=0)
+
     def live_ranges(self, until: int | None = None) -> list[tuple[int, int]]:
         """Ascending (first, last) sequence numbers of the events that count, `until` included at most.
 

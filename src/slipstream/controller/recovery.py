@@ -63,8 +63,7 @@ def start_run(ledger: Ledger, folder: Path, config: Config, identity: Identity, 
         state = fold(event for _, _, _, event in ledger.live_events())
         start = _rewind(ledger, folder, state, rewind) if rewind is not None else _resume(ledger, folder, state, config)
         if start.kind == "deterministic_resume":
-            from_seq = start.manifest.ledger_seq if start.manifest else 1
-            state = fold(event for _, _, _, event in ledger.live_events(until=from_seq))
+            state = fold(event for _, _, _, event in ledger.live_events(until=_regenerate_from(ledger, start)))
         event = _restarted(ledger, folder, state, config, identity, start)
     state = apply(state, event)
     if start.kind == "deterministic_resume":
@@ -114,10 +113,15 @@ def _restarted(ledger: Ledger, folder: Path, state: RunState, config: Config, id
         start,
         incarnation=incarnation,
         run_id=state.run_id,
-        from_seq=manifest.ledger_seq if manifest else 1,
+        from_seq=_regenerate_from(ledger, start),
         point=point,
         kept=tuple(sorted(s for s in checkpoints.found_steps(folder) if s <= start.step)),
     )
+
+
+def _regenerate_from(ledger: Ledger, start: Start) -> int:
+    """The last event that a deterministic resume keeps: the checkpoint's, or a rewind made since, which is a decision and stands."""
+    return max(start.manifest.ledger_seq if start.manifest else 1, ledger.last_rewind_seq)
 
 
 def _point_at(ledger: Ledger, seq: int) -> ev.Point:
