@@ -40,6 +40,10 @@ def test_a_function_of_a_completion_is_called_per_rollout_with_what_it_names():
     assert values(lambda completion, completion_ids: sum(completion_ids)) == [5.0, 5.0, 5.0]  # ids 2, 3 behind the prompt's 0, 1
 
 
+def test_a_trl_function_of_ids_alone_is_called_per_group():
+    assert values(lambda completion_ids, **columns: [len(ids) for ids in completion_ids]) == [2.0] * 3
+
+
 def test_a_trl_function_gets_keywords_as_trl_gives_them():
     seen = {}
 

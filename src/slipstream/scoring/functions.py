@@ -36,6 +36,8 @@ def convention_of(function: Callable[..., Any], name: str) -> Convention:
     for convention in Convention:
         if convention.value in parameters:
             return convention
+    if parameters.keys() & {"completion_ids", "prompts"}:  # a function written for TRL that reads ids alone
+        return Convention.COMPLETIONS
     raise ConfigError(
         f"reward {name!r}: its parameters ({', '.join(parameters) or 'none'}) name none of 'completions' (called once a group, as in TRL), "
         "'completion' (once a rollout) or 'group'; rename one"
