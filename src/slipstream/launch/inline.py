@@ -15,7 +15,8 @@ from typing import Any
 from slipstream.controller.controller import Controller
 from slipstream.engines.embedded.client import InProcessClient
 from slipstream.errors import DeadlineExceeded
-from slipstream.launch.assemble import ENGINE_ID, EngineWeights, build_engine, build_trainer, build_worker
+from slipstream.launch.assemble import ENGINE_ID, EngineWeights, build_engine, build_trainer
+from slipstream.launch.assemble_worker import build_worker
 from slipstream.launch.context import RunContext
 from slipstream.launch.page import NullProgress
 from slipstream.launch.scheduler import run_until_blocked, settle

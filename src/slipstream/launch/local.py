@@ -90,7 +90,7 @@ class LocalRun:
 
     async def _work_here(self, rewards: Sequence[Callable[..., Any]]) -> None:
         """The rollout worker in this process, for rewards that only exist here."""
-        from slipstream.launch.assemble import run_rollout_worker
+        from slipstream.launch.assemble_worker import run_rollout_worker
         from slipstream.scoring.scorers import make_scorers
 
         scorers = make_scorers(self._context.config.reward, rewards)

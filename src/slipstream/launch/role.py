@@ -66,7 +66,7 @@ async def run_trainer_role(child: Child, controller: RemoteController) -> None:
 
 
 async def run_rollout_role(child: Child, controller: RemoteController) -> None:
-    from slipstream.launch.assemble import run_rollout_worker
+    from slipstream.launch.assemble_worker import run_rollout_worker
     from slipstream.scoring.scorers import make_scorers
 
     context = context_of(child)

@@ -11,16 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from slipstream.config.settings import ModelSettings
 from slipstream.errors import ModelError, SlipstreamError
-from slipstream.models.attention import attach
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PLAIN_TEMPLATE = "{{ messages | map(attribute='content') | join('\n') }}{% if add_generation_prompt %}{{ '\n' }}{% endif %}"
 MAX_CONTEXT = 4096  # tokens, when neither the settings nor the model say less
@@ -64,6 +66,10 @@ def load_model(
     `device` and `dtype` ("float32" | "bfloat16") replace those of the settings for one role. Two calls give two independent models.
     ModelError with what to do for everything that cannot be used.
     """
+    from transformers import AutoModelForCausalLM  # here: seconds of imports that a role with only a tokenizer does not wait for
+
+    from slipstream.models.attention import attach
+
     where = resolve_device(device or settings.device)
     tokenizer, info = load_tokenizer(settings)
     with _readable_errors(settings), _quiet():

@@ -11,15 +11,19 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from slipstream.data import builtin
 from slipstream.errors import ModelError
 from slipstream.models.cache import build_once
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 NAME = "builtin:tiny"
 ROLES = ("system", "user", "assistant", "tool")
@@ -69,6 +73,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(recipe: TinyRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """The untrained model; the caller's random state is left alone."""
+    from transformers import LlamaForCausalLM  # slow to import, and not needed where the model is in the cache
+
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size,
