@@ -13,6 +13,7 @@ from slipstream.controller.accounts import check_accounts
 from slipstream.controller.ledger import LedgerReader
 from slipstream.controller.run_folder import RunFolder
 from slipstream.errors import DeadlineExceeded, LedgerError, RunFailed, RunFolderError, StalenessError, WeightSyncError
+from slipstream.observe.summary import summarize
 from slipstream.types import EngineReport, StepReport
 
 
@@ -30,7 +31,7 @@ def test_a_run_from_the_first_admission_to_the_last_evaluation(folder):
         observer = Notes()
         controller = start(folder, config(), observer)
         assert await Roles(controller).run() == "finished"
-        totals = controller.totals()
+        totals = summarize(controller.core.state, controller.core.config, "", 0.0)
         controller.close()
         assert [line["step"] for line, _ in observer.steps] == list(range(6))
         assert [line["step"] for line in observer.evaluations] == [0, 3, 6]
@@ -127,7 +128,7 @@ def test_zero_variance_groups_are_filtered_and_refilled_if_asked(folder):
         controller = start(folder, config(buffer={"filter_zero_variance": True}))
         await Roles(controller, lambda task: {"rewards": (1.0, 1.0)} if task.group_id % 3 == 0 else {}).run()
         assert controller.core.state.totals.filtered == 6
-        assert controller.totals()["trained_groups"] == 12
+        assert controller.core.state.totals.trained_groups == 12
         controller.close()
 
     run(main())
@@ -179,7 +180,7 @@ def test_too_many_skipped_updates_end_the_run(folder):
             await make_step(controller, 1, skipped="non-finite loss")
         with pytest.raises(RunFailed, match="the last 2 updates were skipped; the newest: non-finite loss"):
             await controller.get_batch(2)
-        assert controller.totals()["trained_samples"] == 0 and controller.core.state.step == 2
+        assert controller.core.state.totals.trained_samples == 0 and controller.core.state.step == 2
         controller.close()
 
     run(main())

@@ -173,7 +173,8 @@ def test_the_metric_line_of_a_step(tmp_path):
         assert (line["staleness_mean"], line["staleness_max"], line["staleness_bound"]) == (0.0, 0, 0)
         assert (line["buffer_groups"], line["slots_taken"], line["slots"]) == (0, 2, 2)
         assert line["rollout_idle_fraction"] == 0.0, "the time passed behind an open gate"
-        assert controller.totals()["trained_samples_per_s"] == 8 / 2.0
+        totals = controller.core.state.totals
+        assert totals.trained_samples / totals.active_s == 8 / 2.0
         controller.close()
 
     asyncio.run(main())
@@ -211,7 +212,8 @@ def test_a_trainer_that_waits_is_idle(tmp_path):
             await controller.finish_step(StepReport(step=step, version=step + 1, checksum=checksum(1, step + 1)))
             await serve_engine(controller)
         assert [line["trainer_idle_fraction"] for line, _ in observer.steps] == [0.0, 0.75]
-        assert controller.totals()["trainer_idle_fraction"] == 3 / 5
+        totals = controller.core.state.totals
+        assert totals.trainer_wait_s / totals.trainer_active_s == 3 / 5
         controller.close()
 
     asyncio.run(main())

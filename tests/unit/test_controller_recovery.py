@@ -80,8 +80,8 @@ def test_a_crash_in_any_call_loses_no_group_and_trains_none_twice(folder, calls)
         account = account_of(folder)
         trained = [g for step in sorted(account.batches) for g in account.batches[step]]
         assert len(trained) == len(set(trained)) == 12
-        assert second.totals()["trained_groups"] == 12
-        assert second.totals()["staleness_max"] <= second.staleness_bound
+        assert second.core.state.totals.trained_groups == 12
+        assert max(second.core.state.totals.staleness) <= second.staleness_bound
 
     run(main())
 
@@ -157,6 +157,27 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(folder):
     run(main())
 
 
+def test_a_damaged_first_checkpoint_falls_back_to_the_initial_model(folder):
+    """While fewer checkpoints exist than are kept, the groups of the first batches are still there."""
+
+    async def main():
+        settings = config(checkpoint={"every": 4, "keep": 2})
+        first = start(folder, settings)
+        await publish(first, 0)
+        await serve_engine(first)
+        for step in range(4):
+            await make_step(first, step)
+        context = await first.checkpoint_context()
+        await first.commit_checkpoint(".tmp-4", write_checkpoint(folder.checkpoints / ".tmp-4", 4, *context))
+        abandon(first)
+        damage(folder.checkpoints / "step-4" / "model.bin")
+        second, roles = await live(folder, settings)
+        assert second.start_step == 0 and sorted(roles.trained) == [0, 1, 2, 3, 4, 5]
+        assert account_of(folder).counts == {"trained": 12}
+
+    run(main())
+
+
 def test_without_any_usable_checkpoint_the_run_says_which_were_refused(folder):
     async def main():
         settings = config()
@@ -164,6 +185,8 @@ def test_without_any_usable_checkpoint_the_run_says_which_were_refused(folder):
         for step in (4, 6):
             damage(folder.checkpoints / f"step-{step}" / "model.bin")
         with pytest.raises(CheckpointError, match=r"step-6.*step-4"):
+            start(folder, settings)
+        with pytest.raises(CheckpointError, match="only refused-4, refused-6"):
             start(folder, settings)
 
     run(main())
@@ -308,7 +331,7 @@ def test_a_rewind_drops_what_came_after_and_draws_its_prompts_again(folder):
         again = [t.group_id for t in roles.assigned]
         assert sorted(gone) == [8, 9, 10, 11] and again == [12, 13, 14, 15]
         assert [account.places[g].row for g in again] == [rows[g] for g in gone]
-        assert second.totals()["trained_groups"] == 12
+        assert second.core.state.totals.trained_groups == 12
 
     run(main())
 

@@ -65,7 +65,7 @@ def possible(state: RunState, a: int, b: int) -> list[ev.Event]:
         ev.EngineAdded(engine_id=f"e{a % 2}"),
         ev.EngineRemoved(engine_id=f"e{a % 2}"),
         ev.EngineConfirmed(engine_id=f"e{a % 2}", version=newest, checksum=f"{inc}.{newest}"),
-        ev.CheckpointCommitted(point=state.point(100 + a), kept=(*saved[-1:], state.step)),
+        ev.CheckpointCommitted(point=state.point(100 + a), kept=(*saved[-1:], state.step), covers=(*saved[-1:], state.step)[0]),
         restart(state, "resume", saved[-1] if saved else 0, kept=saved),
         restart(state, "rewind", saved[0] if saved else 0, kept=saved),
         ev.EvaluationOrdered(number=state.evaluations.num_ordered, due=a % 9),
@@ -188,7 +188,7 @@ def test_an_event_costs_the_same_after_a_hundred_thousand_groups():
             version = state.step
             state = fold([ev.EngineConfirmed(engine_id="a", version=version, checksum="x")], state)
             if version % 10 == 0:
-                state = apply(state, ev.CheckpointCommitted(point=state.point(version), kept=(version - 10, version)))
+                state = apply(state, ev.CheckpointCommitted(point=state.point(version), kept=(version - 10, version), covers=version - 10))
         return state, time.process_time() - started
 
     state = fold([ev.EngineAdded(engine_id="a")], apply(RunState(), msgspec.structs.replace(START, groups_per_step=50)))

@@ -151,10 +151,6 @@ class Controller:
     def stopping(self) -> bool:
         return self.core.stopping
 
-    def totals(self) -> dict[str, Any]:
-        """The summary of the run so far, from the ledger's state."""
-        return self.core.totals()
-
     async def wait_finished(self) -> str:
         """How the run ended, "finished" or "stopped"; raises the error that ends the run."""
 

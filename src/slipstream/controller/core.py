@@ -26,7 +26,6 @@ from slipstream.controller.evaluations import EvaluationDesk
 from slipstream.controller.intake import Intake
 from slipstream.controller.journal import Journal
 from slipstream.controller.ledger import Ledger
-from slipstream.controller.metrics_line import run_totals
 from slipstream.controller.state import RunState
 from slipstream.controller.timing import StepTimes
 from slipstream.controller.versions import Broker, check_manifest, check_report
@@ -88,9 +87,6 @@ class ControllerCore:
     @property
     def stopping(self) -> bool:
         return self.state.stop_reason is not None
-
-    def totals(self) -> dict[str, Any]:
-        return run_totals(self.state)
 
     def measure_idle(self) -> None:
         """Note how many engine slots are free behind the closed gate from now on; call after every change."""
@@ -205,12 +201,16 @@ class ControllerCore:
         before = {p.step for p in self.state.checkpoints}
         kept = sorted(before | {manifest.step})[-self.config.checkpoint.keep :]
         point = self._points.pop(manifest.ledger_seq)
-        self.journal.record(ev.CheckpointCommitted(point=point, weights_checksum=manifest.weights_checksum, kept=tuple(kept)))
+        # While fewer checkpoints exist than are kept, the one before the first is the initial model: starting over needs every group.
+        covers = kept[0] if len(kept) == self.config.checkpoint.keep else 0
+        self.journal.record(
+            ev.CheckpointCommitted(point=point, weights_checksum=manifest.weights_checksum, kept=tuple(kept), covers=covers)
+        )
         return sorted(before - set(kept))
 
     def prune(self) -> int:
-        """Delete group data that the oldest kept checkpoint covers; call when its event is durable."""
-        if self.config.ledger.keep == "all" or not self.state.checkpoints:
+        """Delete group data that no kept checkpoint, nor starting over, needs; call when the checkpoint's event is durable."""
+        if self.config.ledger.keep == "all" or len(self.state.checkpoints) < self.config.checkpoint.keep:
             return 0
         return self.ledger.prune(self.state.checkpoints[0].watermark)
 

@@ -168,6 +168,7 @@ class CheckpointCommitted(Event, tag="checkpoint_committed", frozen=True, kw_onl
     point: Point
     weights_checksum: str = ""
     kept: tuple[int, ...]  # steps of the checkpoints kept, this one included
+    covers: int = 0  # batches below this step are never trained again: 0 while the initial model is still the one to fall back to
 
 
 class EvaluationOrdered(Event, tag="evaluation_ordered", frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The metric line of a step, and the summary of a run. Numbers come from the step's own groups and from the ledger's state."""
+"""The metric line of a step. Numbers come from the step's own groups and from the ledger's state."""
 
 from __future__ import annotations
 
@@ -97,44 +97,6 @@ def staleness_stats(histogram: dict[int, int]) -> dict[str, Any]:
             p99 = age
             break
     return {"staleness_mean": sum(a * n for a, n in counts) / total, "staleness_p99": p99, "staleness_max": counts[-1][0]}
-
-
-def run_totals(state: RunState) -> dict[str, Any]:
-    """The run's summary as far as the ledger knows it. Rates count from the first admission to the last step, over all incarnations."""
-    totals, results = state.totals, state.evaluations.results
-    stats = staleness_stats(totals.staleness)
-    return {
-        "steps": state.step,
-        "model_version": state.step,
-        "eval_reward_first": results[0].reward if results else None,
-        "eval_reward_last": results[-1].reward if results else None,
-        "evaluations": len(results),
-        "evaluations_skipped": state.evaluations.num_skipped,
-        "trained_groups": totals.trained_groups,
-        "trained_samples": totals.trained_samples,
-        "trained_tokens": totals.trained_tokens,
-        "trained_samples_per_s": _ratio(totals.trained_samples, totals.active_s),
-        "generated_tokens": totals.generated_tokens,
-        "generated_tokens_per_s": _ratio(totals.generated_tokens, totals.active_s),
-        "trainer_idle_fraction": _ratio(totals.trainer_wait_s, totals.trainer_active_s),
-        "rollout_idle_fraction": _ratio(totals.rollout_idle_s, totals.active_s),
-        "evaluation_fraction": _evaluation_fraction(state),
-        "staleness_mean": stats["staleness_mean"],
-        "staleness_max": stats["staleness_max"],
-        "staleness_bound": admission.worst_staleness(state.max_staleness, state.groups_per_step, state.window),
-        "rollouts_with_several_versions": totals.several_versions,
-        "skipped_steps": totals.skipped_steps,
-        "filtered_groups": totals.filtered,
-        "dropped_groups": dict(totals.dropped),
-        "failures": dict(totals.failures),
-    }
-
-
-def _evaluation_fraction(state: RunState) -> float | None:
-    """Engine time spent on evaluation; 1.0 at most (the last evaluation runs after the last step, whose time is not counted)."""
-    if not state.totals.active_s:
-        return None
-    return min(1.0, state.evaluations.engine_s / state.totals.active_s)
 
 
 def _ratio(part: float, whole: float) -> float | None:

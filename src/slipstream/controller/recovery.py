@@ -164,10 +164,15 @@ def _resume(ledger: Ledger, folder: Path, state: RunState, config: Config) -> St
     if state.step > 0 and 0 not in state.batches and start.kind == "resume":
         raise CheckpointError(
             f"no checkpoint in {folder} can be used and the groups of the first batches are gone, so the run cannot go on: "
-            + ("; ".join(refused) or "the folder holds none")
+            + ("; ".join(refused) or _none_left(folder))
         )
     start.notes.append(_going_on(state, start))
     return start
+
+
+def _none_left(folder: Path) -> str:
+    aside = sorted(p.name for p in folder.glob("refused-*"))
+    return f"the folder holds none that is whole, only {', '.join(aside)}" if aside else "the folder holds none"
 
 
 def _rewind(ledger: Ledger, folder: Path, state: RunState, step: int) -> Start:

@@ -104,7 +104,7 @@ class RunState:
     order: list[int] = field(default_factory=list)  # ids of `live`, ascending: the places of what is unpulled
     places: list[int] = field(default_factory=list)  # ids from the oldest unpulled group on, pulled ones included
     passed: set[int] = field(default_factory=set)  # pulled groups among `places`
-    batches: dict[int, RecordedBatch] = field(default_factory=dict)  # from the oldest kept checkpoint on
+    batches: dict[int, RecordedBatch] = field(default_factory=dict)  # that a kept checkpoint, or starting over, may still need
     unconfirmed: deque[tuple[int, int]] = field(default_factory=deque)  # (version, groups) trained, still holding slots
 
     published: dict[int, str] = field(default_factory=dict)  # version -> checksum, of this incarnation

@@ -97,7 +97,7 @@ def _go_back(state: RunState, step: int, point: ev.Point | None, kept: tuple[int
     for later in range(step, state.step):
         _count_trained(state.totals, state.batches[later], -1)
     state.step = step
-    _keep_checkpoints(state, [p for p in state.checkpoints if p.step < step and p.step in kept] + ([point] if point else []))
+    state.checkpoints = [p for p in state.checkpoints if p.step < step and p.step in kept] + ([point] if point else [])
     evaluations = state.evaluations
     evaluations.running = None
     evaluations.results = [r for r in evaluations.results if r.version <= step]
@@ -340,13 +340,8 @@ def _release(state: RunState) -> None:
 def _checkpoint_committed(state: RunState, event: ev.CheckpointCommitted) -> None:
     _refuse_unless(event.point.step == state.step, f"a checkpoint of step {event.point.step} while {state.step} steps are finished")
     older = [p for p in state.checkpoints if p.step in event.kept and p.step != event.point.step]
-    _keep_checkpoints(state, [*older, event.point])
-
-
-def _keep_checkpoints(state: RunState, points: list[ev.Point]) -> None:
-    """Batches that the oldest kept checkpoint covers are forgotten; without a checkpoint none is."""
-    state.checkpoints = points
-    for step in [s for s in state.batches if points and s < points[0].step]:
+    state.checkpoints = [*older, event.point]
+    for step in [s for s in state.batches if s < event.covers]:
         del state.batches[step]
 
 

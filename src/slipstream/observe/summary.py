@@ -21,6 +21,7 @@ def summarize(state: RunState, config: Config, run_folder: str, wall_s: float) -
     engine's time on evaluation passes; fractions are of the time that the rates count.
     """
     totals, evaluations = state.totals, state.evaluations
+    evaluated = ratio(evaluations.engine_s, totals.active_s)
     rewards = [result.reward for result in evaluations.results]
     return {
         "run_folder": run_folder,
@@ -40,7 +41,7 @@ def summarize(state: RunState, config: Config, run_folder: str, wall_s: float) -
         "generated_tokens_per_s": ratio(totals.generated_tokens, totals.active_s),
         "trainer_idle_fraction": ratio(totals.trainer_wait_s, totals.trainer_active_s),
         "rollout_idle_fraction": ratio(totals.rollout_idle_s, totals.active_s),
-        "evaluation_fraction": ratio(evaluations.engine_s, totals.active_s),
+        "evaluation_fraction": None if evaluated is None else min(1.0, evaluated),  # the last one runs after the time that is counted
         "staleness_mean": mean(totals.staleness),
         "staleness_max": max(totals.staleness, default=None),
         "staleness_bound": worst_staleness(state.max_staleness, state.groups_per_step, state.window),
