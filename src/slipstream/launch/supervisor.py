@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from slipstream import errors
 from slipstream.errors import RoleFailed, RoleHung, SlipstreamError
 from slipstream.launch.page import Judge, Overdue, Page
 from slipstream.launch.processes import STACKS_SIGNAL, ChildSpec, RoleProcess, spawn
@@ -31,6 +32,7 @@ STACKS_S = 1.0  # a hung role gets this long to write its stacks
 KILL_DEADLINE_S = 5.0  # from SIGKILL to the exit status
 LOG_LINES = 20
 PEER_LOST = "PeerLost"
+FOR_PEOPLE = ("ConfigError", "DataError", "ModelError", "MemoryNeedError")  # say all by themselves: neither role nor log matter
 
 
 @dataclass(slots=True)
@@ -159,6 +161,8 @@ class Supervisor:
         process = self.processes.get(culprit.role)
         if culprit.late is not None and process is not None:
             return await self._hung(process, culprit.late)
+        if culprit.failure is not None and culprit.failure.kind in FOR_PEOPLE:
+            return getattr(errors, culprit.failure.kind)(culprit.failure.message)
         return RoleFailed(culprit.role, f"{_what_happened(culprit, process)}{_log_text(process)}")
 
     async def _hung(self, process: RoleProcess, late: Overdue) -> RoleHung:
