@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.errors import RoleFailed, RoleHung
+from slipstream.errors import ModelError, RoleFailed, RoleHung
 from slipstream.launch.page import Page
 from slipstream.launch.processes import ChildSpec, Lifeline, child_environment
 from slipstream.launch.supervisor import LEAVE_S, SETTLE_S, Evidence, Supervisor, decide
@@ -135,6 +135,17 @@ def test_a_roles_own_error_is_shown(tmp_path):
             await run.start("trainer", WAITS)
             run.supervisor.report("trainer", Failure("WeightSyncError", "slot 1 is torn", "Traceback ..."))
             with pytest.raises(RoleFailed, match=r"trainer \(pid \d+\) failed: WeightSyncError: slot 1 is torn"):
+                await run.supervisor.watch()
+
+    asyncio.run(main())
+
+
+def test_what_a_person_must_change_is_raised_as_such(tmp_path):
+    async def main():
+        async with running(tmp_path) as run:
+            await run.start("engine", WAITS)
+            run.supervisor.report("engine", Failure("ModelError", "model folder x has no weights", "Traceback ..."))
+            with pytest.raises(ModelError, match="^model folder x has no weights$"):
                 await run.supervisor.watch()
 
     asyncio.run(main())
