@@ -8,7 +8,6 @@ import json
 import sys
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
@@ -81,8 +80,7 @@ async def evaluate(target: Target, num_samples: int, sampling: Sampling, limit: 
             print(f"note: {note}", file=sys.stderr)
         with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
             bar = progress.add_task(f"{len(rows)} items", total=len(rows))
-            groups = await session.run(rows, num_samples, sampling, on_group=lambda _: progress.advance(bar))
-    return [msgspec.structs.replace(g, rollouts=g.rollouts) for g in groups]
+            return await session.run(rows, num_samples, sampling, on_group=lambda _: progress.advance(bar))
 
 
 def numbers(groups: list[Group]) -> dict[str, Any]:
