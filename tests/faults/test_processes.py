@@ -145,7 +145,7 @@ def test_what_a_person_must_change_is_raised_as_such(tmp_path):
         async with running(tmp_path) as run:
             await run.start("engine", WAITS)
             run.supervisor.report("engine", Failure("ModelError", "model folder x has no weights", "Traceback ..."))
-            with pytest.raises(ModelError, match="^model folder x has no weights$"):
+            with pytest.raises(ModelError, match=r"^model folder x has no weights$"):
                 await run.supervisor.watch()
 
     asyncio.run(main())

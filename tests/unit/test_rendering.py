@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slipstream.errors import DataError, ModelError
 from slipstream.protocols import Message
-from slipstream.rollout.rendering import PLAIN_TEMPLATE, PromptDoesNotFit, Renderer, as_template_messages
+from slipstream.rollout.rendering import PromptDoesNotFit, Renderer, as_template_messages
 
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
@@ -21,6 +21,10 @@ TOOLS = (
     "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>\n{% endif %}"
     "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LABELS = (
+    "{{ bos_token or '' }}{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
 )
 NO_NEWLINE = (  # Llama 3: nothing between the end token and the next header
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n\n{{ m['content'] | trim }}<|im_end|>{% endfor %}"
@@ -73,7 +77,6 @@ def test_a_prompt_ends_where_the_model_begins_to_speak():
     assert ids.dtype.name == "int32"
     assert text_of(render, ids) == "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert (ids == id_of(render, "<|im_start|>")).sum() == 3  # special tokens are single tokens
-    assert not render.notes
 
 
 def test_special_tokens_are_not_added_beside_the_template():
@@ -100,16 +103,7 @@ def test_messages_that_end_with_the_assistant_are_refused():
         renderer(CHATML).prompt([*HELLO, {"role": "assistant", "content": "x"}], 1)
 
 
-def test_a_model_without_template_gets_a_plain_one_and_a_note():
-    render = renderer(None)
-    assert text_of(render, render.prompt(HELLO, 1)) == "<|bos|>User: hi\nAssistant:"
-    assert len(render.notes) == 1 and "no chat template" in render.notes[0]
-    ids = render.continuation(id_of(render, "<|eos|>"), [{"role": "user", "content": "more"}])
-    assert text_of(render, ids) == "\nUser: more\nAssistant:"
-    assert PLAIN_TEMPLATE  # what `notes` speaks of
-
-
-@pytest.mark.parametrize("template", [CHATML, TOOLS, NO_NEWLINE, PLAIN_TEMPLATE])
+@pytest.mark.parametrize("template", [CHATML, TOOLS, NO_NEWLINE, LABELS])
 def test_prompt_reply_and_continuation_together_are_the_rendered_conversation(template):
     """Where the sampled tokens are what the template would write, growing by exact ids gives the template's own text."""
     render = renderer(template)
@@ -184,5 +178,5 @@ def test_stop_tokens_are_those_of_tokenizer_generation_config_and_template():
     assert render.stop_token_ids() == tuple(sorted({eos, end}))
     assert render.stop_token_ids(GenerationConfig([7, eos])) == tuple(sorted({7, eos, end}))
     assert render.stop_token_ids(GenerationConfig(7)) == tuple(sorted({7, eos, end}))
-    assert renderer(PLAIN_TEMPLATE).stop_token_ids() == (eos,)  # a newline ends no turn
+    assert renderer(LABELS).stop_token_ids() == (eos,)  # a newline ends no turn
     assert renderer(HIDES).stop_token_ids() == (eos,)

@@ -54,7 +54,7 @@ async def build_worker(
         progress=progress,
         stop_token_ids=info.stop_token_ids,
     )
-    for note in dict.fromkeys((*info.notes, *worker.notes)):
+    for note in info.notes:
         await controller.note(note)
     return worker
 

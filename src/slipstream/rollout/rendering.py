@@ -21,10 +21,6 @@ import numpy as np
 from slipstream.errors import DataError, ModelError
 from slipstream.protocols import Message
 
-PLAIN_TEMPLATE = (
-    "{{ bos_token or '' }}{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n"
-    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
-)
 _STAND_IN = "SLIPSTREAM"  # a reply that no template rewrites
 _ASKED = {"role": "user", "content": "Hello"}
 
@@ -37,15 +33,10 @@ class PromptDoesNotFit(DataError):
 
 
 class Renderer:
-    """Renders for one tokenizer. `notes` holds what a person should be told (one sentence each)."""
+    """Renders for one tokenizer, which has a chat template (`models.loading` sets a plain one for models without)."""
 
     def __init__(self, tokenizer: Any, max_context: int):
         self.tokenizer, self.max_context = tokenizer, max_context
-        self.notes: list[str] = []
-        self._template = None
-        if not getattr(tokenizer, "chat_template", None):
-            self._template = PLAIN_TEMPLATE
-            self.notes.append('The model has no chat template: prompts are rendered as plain "User: ... Assistant:" text.')
         self._takes_tools: bool | None = None
 
     def prompt(self, messages: Messages, max_new_tokens: int, tools: ToolSchemas = ()) -> np.ndarray:
@@ -120,7 +111,6 @@ class Renderer:
         return self.tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) or None,
-            chat_template=self._template,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
         )

@@ -85,11 +85,6 @@ class RolloutWorker:
         self._stopped.set()
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """Sentences that a person should read (a model without a chat template, say)."""
-        return tuple(self._renderer.notes)
-
-    @property
     def evaluating(self) -> bool:
         """An evaluation is under way."""
         return bool(self._evaluations)
