@@ -38,11 +38,11 @@ LOOK_AHEAD_GROUPS = 1  # admitted beyond the engine's slots, so that a slot that
 class RolloutWorker:
     """Runs groups until the controller or `stop` ends it; `run` may be called again after that.
 
-    controller, engine: clients of the other roles. tokenizer: as transformers gives it. scorers: see `scoring.scorers.make_scorers`;
-    `close` closes them. external: how scorers and environments are called (TickedCalls in deterministic runs). progress: where the worker
-    says what it owes. stop_token_ids: the model's own, added to those of its tokenizer and chat template. max_context: tokens of prompt
-    and completion that the engine can hold. capacity_groups: groups at work at most, engine slots aside. make_environment: row to environment,
-    by the settings by default.
+    controller, engine: clients of the other roles. tokenizer: as transformers gives it, with a chat template. scorers: see
+    `scoring.scorers.make_scorers`; `close` closes them. max_context: tokens of prompt and completion that the engine can hold. external:
+    how scorers and environments are called (TickedCalls in deterministic runs). progress: where the worker says what it owes.
+    stop_token_ids: the model's own, added to those of its tokenizer and chat template. capacity_groups: groups at work at most, engine
+    slots aside. make_environment: row to environment, by the settings by default.
     """
 
     def __init__(
