@@ -228,9 +228,12 @@ def _item_text(config: Config, data: Data) -> Callable[[int], str]:
 
 def _run_blocking(main: Callable[[], Awaitable[T]], run: _Run) -> T:
     """Run a coroutine function to its end: in this thread, or beside a running event loop in a thread of its own."""
-    if not _loop_runs_here() and threading.current_thread() is threading.main_thread():
-        with _signals(run):
-            return _until_done(main, run)
+    here = threading.current_thread() is threading.main_thread()
+    with _signals(run) if here else contextlib.nullcontext():
+        return _in_a_thread(main, run) if _loop_runs_here() else _until_done(main, run)
+
+
+def _in_a_thread(main: Callable[[], Awaitable[T]], run: _Run) -> T:
     outcome: list[tuple[Any, BaseException | None]] = []
     context = contextvars.copy_context()
 
@@ -242,11 +245,7 @@ def _run_blocking(main: Callable[[], Awaitable[T]], run: _Run) -> T:
 
     thread = threading.Thread(target=target, name="slipstream run", daemon=True)
     thread.start()
-    while not outcome:
-        try:
-            thread.join()
-        except KeyboardInterrupt:
-            run.interrupt()
+    thread.join()
     value, error = outcome[0]
     if error is not None:
         raise error

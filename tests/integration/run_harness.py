@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sqlite3
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -141,3 +144,32 @@ def all_checksums(folder: Path) -> dict[tuple[int, int], str]:
     """(incarnation, version) -> checksum, superseded ones included."""
     with closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
         return {(i, v): c for i, v, c in db.execute("SELECT incarnation, version, checksum FROM versions")}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What this process holds."""
+
+    descriptors: tuple[str, ...]
+    threads: tuple[str, ...]
+    children: tuple[str, ...]
+    temporary: tuple[str, ...]
+    shared: tuple[str, ...]
+
+    @classmethod
+    def now(cls, temporary: Path) -> Held:
+        gc.collect()
+        names = []
+        for descriptor in os.listdir("/proc/self/fd"):
+            try:
+                names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+            except FileNotFoundError:  # the one that listed the folder
+                continue
+        children = [Path(f"/proc/self/task/{t}/children").read_text() for t in os.listdir("/proc/self/task")]
+        return cls(
+            tuple(sorted(name.split(":[")[0] for name in names)),
+            tuple(sorted(thread.name for thread in threading.enumerate())),
+            tuple(pid for text in children for pid in text.split()),
+            tuple(sorted(os.listdir(temporary))),
+            tuple(sorted(name for name in os.listdir("/dev/shm") if "slipstream" in name)),
+        )

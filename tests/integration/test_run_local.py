@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import os
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_harness import recorded_batches, run_file, sampled_with, step_lines, tables, told
+from run_harness import Held, recorded_batches, run, run_file, sampled_with, step_lines, tables, told
 
 import slipstream
 from slipstream.config.load import load_config
@@ -26,78 +23,40 @@ STEPS = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What this process holds."""
-
-    descriptors: tuple[str, ...]
-    threads: tuple[str, ...]
-    children: tuple[str, ...]
-    temporary: tuple[str, ...]
-    shared: tuple[str, ...]
-
-    @classmethod
-    def now(cls, temporary: Path) -> Held:
-        gc.collect()
-        names = []
-        for descriptor in os.listdir("/proc/self/fd"):
-            try:
-                names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-            except FileNotFoundError:  # the one that listed the folder
-                continue
-        children = [Path(f"/proc/self/task/{t}/children").read_text() for t in os.listdir("/proc/self/task")]
-        return cls(
-            tuple(sorted(name.split(":[")[0] for name in names)),
-            tuple(sorted(thread.name for thread in threading.enumerate())),
-            tuple(pid for text in children for pid in text.split()),
-            tuple(sorted(os.listdir(temporary))),
-            tuple(sorted(name for name in os.listdir("/dev/shm") if "slipstream" in name)),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class LocalRun:
     folder: Path
     config: Config
     result: Result
-    before: Held
-    after: Held
 
 
-@pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> LocalRun:
-    """One run with all three roles in processes of their own, started from a run file."""
-    folder, temporary = tmp_path_factory.mktemp("local"), tmp_path_factory.mktemp("tmp")
-    settings = tables(folder / "run", launch="local", trainer={"steps": STEPS}, checkpoint={"every": 3, "keep": 3})
-    loaded = load_config([run_file(folder, settings)])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tempfile.tempdir", str(temporary))
-        before = Held.now(temporary)
-        result = train(loaded)
-        after = Held.now(temporary)
-    return LocalRun(folder / "run", loaded.config, result, before, after)
+def test_a_run_of_processes_is_accounted_for_replays_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (temporary := tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    settings = tables(tmp_path / "run", launch="local", trainer={"steps": STEPS}, checkpoint={"every": 3, "keep": 3})
+    loaded = load_config([run_file(tmp_path, settings)])
+    before = Held.now(temporary)
+    local = LocalRun(tmp_path / "run", loaded.config, train(loaded))
+    after = Held.now(temporary)
+    assert after == before and after.children == ()
+    is_accounted_for_and_bounded(local)
+    recorded_batches_retrain_to_the_checksum_of_every_version(local)
 
 
-def test_nothing_is_left_open_running_or_lying_about(local: LocalRun) -> None:
-    assert local.after == local.before
-    assert local.after.children == ()
-
-
-def test_every_group_is_accounted_for_and_no_token_is_too_old_or_from_the_future(local: LocalRun) -> None:
+def is_accounted_for_and_bounded(local: LocalRun) -> None:
     story, metrics = told(local.folder), local.result.metrics
-    assert len(story.batches) == STEPS == metrics["steps"]
+    assert len(story.batches) == STEPS == metrics["steps"] and story.account.counts == {"trained": STEPS * 2}
     ages = [step - version for step, versions in sampled_with(story).items() for version in versions]
     assert 0 <= min(ages) and max(ages) <= metrics["staleness_bound"]
     assert metrics["staleness_mean"] > 0, "the run was not asynchronous"
 
 
-def test_recorded_batches_retrain_to_the_checksum_of_every_version(local: LocalRun) -> None:
-    story = told(local.folder)
-    model, _, _ = load_model(local.config.model, device="cpu")
-    assert retrain(Trainer(local.config, model), local) == story.versions
+def recorded_batches_retrain_to_the_checksum_of_every_version(local: LocalRun) -> None:
+    versions = told(local.folder).versions
+    assert len(set(versions.values())) == STEPS + 1, "the run did not learn, so equal bytes show nothing"
+    assert retrain(Trainer(local.config, load_model(local.config.model, device="cpu")[0]), local) == versions
     resumed = Trainer(local.config, load_model(local.config.model, device="cpu")[0])
     load_checkpoint(local.folder / "checkpoints" / "step-3", resumed)
-    assert retrain(resumed, local) == {version: c for version, c in story.versions.items() if version >= 3}
-    assert len(set(story.versions.values())) == STEPS + 1, "the run did not learn, so equal bytes show nothing"
+    assert retrain(resumed, local) == {version: checksum for version, checksum in versions.items() if version >= 3}
 
 
 def retrain(trainer: Trainer, local: LocalRun) -> dict[int, str]:
@@ -142,3 +101,18 @@ def test_synchronous_five_lines_with_a_closure_inside_a_running_loop(tmp_path: P
     assert sampled_with(told(result.run_folder)) == {0: {0}, 1: {1}, 2: {2}}
     assert result.metrics["staleness_max"] == 0 == result.metrics["staleness_bound"]
     assert (after.descriptors, after.threads, after.children) == (before.descriptors, before.threads, before.children)
+
+
+def test_an_error_of_the_caller_ends_a_run_of_processes_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def fails(line: dict[str, Any]) -> None:
+        raise LookupError(f"after step {line['step']}")
+
+    settings = tables(tmp_path / "run", launch="local", trainer={"steps": 50})
+    before = Held.now(tmp_path)
+    with pytest.raises(LookupError, match="after step 0"):
+        run(settings, on_step=fails)
+    after = Held.now(tmp_path)
+    assert (after.descriptors, after.threads, after.children) == (before.descriptors, before.threads, before.children)
+    assert told(tmp_path / "run").account.counts.get("trained", 0) >= 2

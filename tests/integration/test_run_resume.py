@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import os
+import signal
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from run_harness import run, spread, step_lines, tables, told
+from run_harness import Held, run, spread, step_lines, tables, told
 
 from slipstream.cli.main import main
+from slipstream.controller.controller import Controller
 from slipstream.controller.run_folder import RunFolder
+from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.errors import ResumeError, RunFailed, RunFolderError
+from slipstream.rollout.worker import RolloutWorker
+from slipstream.run import Result
+from slipstream.trainer.trainer import Trainer
 
 
 class Stopped(Exception):
@@ -124,3 +133,40 @@ def test_one_reward_that_fails_now_and_then_is_recorded_and_the_run_goes_on(tmp_
     assert result.metrics["steps"] == 4 and story.account.counts["dropped: failed"] >= 1
     assert story.account.counts["trained"] == 8
     assert all(r.status.ok and r.reward is not None for g in story.groups.values() for r in g.rollouts)
+
+
+def test_the_first_ctrl_c_beside_a_running_loop_saves_and_returns(tmp_path: Path) -> None:
+    def interrupts(line: dict) -> None:
+        if line["step"] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    async def in_a_notebook() -> Result:
+        return run(tables(tmp_path / "run", trainer={"steps": 500}), on_step=interrupts)
+
+    before = signal.getsignal(signal.SIGINT)
+    result = asyncio.run(in_a_notebook())
+    assert 2 <= result.metrics["steps"] < 500
+    assert (tmp_path / "run" / "checkpoints" / f"step-{result.metrics['steps']}").is_dir()
+    assert signal.getsignal(signal.SIGINT) is before
+    resumed = run(tables(tmp_path / "run", trainer={"steps": result.metrics["steps"] + 3}), resume=tmp_path / "run")
+    assert resumed.metrics["steps"] == result.metrics["steps"] + 3
+    assert set(told(tmp_path / "run").account.counts) == {"trained"}
+
+
+def test_the_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    def interrupts(line: dict) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tables(tmp_path / "run", trainer={"steps": 500}, run={"stop_grace_s": 60.0}), on_step=interrupts)
+
+
+def test_runs_in_one_process_leave_nothing_in_it(tmp_path: Path) -> None:
+    run(tables(tmp_path / "warm", trainer={"steps": 1}))
+    before = Held.now(tmp_path)
+    run(tables(tmp_path / "warm", trainer={"steps": 2}), resume=tmp_path / "warm")
+    after = Held.now(tmp_path)
+    assert after == before
+    roles = (Trainer, EmbeddedEngine, Controller, RolloutWorker)
+    assert [thing for thing in gc.get_objects() if type(thing) in roles] == []
