@@ -81,6 +81,19 @@ def test_a_run_ended_by_an_error_again_and_again_and_resumed_is_the_same_run(ref
     assert all(checksum == first.versions[version] for (_, version), checksum in all_checksums(folder).items())
 
 
+def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_same_run(reference: Path, tmp_path: Path) -> None:
+    def interrupts(line: dict) -> None:
+        if line["step"] == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    folder = tmp_path / "run"
+    assert run(deterministic(folder), on_step=interrupts).metrics["steps"] < STEPS
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-3", "step-6"], "a checkpoint off its schedule"
+    run(deterministic(folder), resume=folder)
+    first, resumed = told(reference), told(folder)
+    assert (resumed.versions, resumed.batches, resumed.evaluations) == (first.versions, first.batches, first.evaluations)
+
+
 def test_a_run_killed_at_random_steps_and_resumed_is_the_same_run(reference: Path, tmp_path: Path) -> None:
     choose, folder = random.Random(20), tmp_path / "run"
     file = run_file(tmp_path, deterministic(folder))
