@@ -1,12 +1,12 @@
 """slipstream: asynchronous reinforcement-learning post-training of language models. Importing it imports no torch.
 
-    import slipstream
+import slipstream
 
-    def reward(completion, answer):
-        return float(completion.strip() == answer)
+def reward(completion, answer):
+    return float(completion.strip() == answer)
 
-    result = slipstream.train(model="builtin:tiny", data="builtin:sort_digits", reward=reward)
-    print(result.run_folder, result.metrics["eval_reward_last"])
+result = slipstream.train(model="builtin:tiny", data="builtin:sort_digits", reward=reward)
+print(result.run_folder, result.metrics["eval_reward_last"])
 """
 
 from __future__ import annotations
