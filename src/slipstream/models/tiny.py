@@ -39,7 +39,7 @@ class TinyRecipe:
     """The model and its warm start."""
 
     seed: int = 0
-    hidden_size: int = 64
+    hidden_size: int = 128
     num_layers: int = 2
     num_heads: int = 4
     max_positions: int = 512
