@@ -17,7 +17,7 @@ from slipstream.errors import LedgerError, RunFailed
 from slipstream.protocols import Clock
 from slipstream.types import Assignment, Draw, Group, GroupStatus, PrefixChunk
 
-UNFIT_CAUSES = ("prompt does not fit",)  # failures that another attempt cannot change
+UNFIT_CAUSES = ("prompt does not fit", "bad prompt", "chat template")  # failures that another attempt cannot change
 
 
 class Intake:
