@@ -311,6 +311,25 @@ def test_target_of_a_run_folder_is_its_newest_checkpoint(tmp_path, capsys):
     assert other.checkpoint is None and other.loaded.config.model.name == "some/model"
 
 
+def test_a_run_trained_with_a_python_function_exports_and_generates(tmp_path, monkeypatch):
+    """Its config.toml has no reward; only what scores needs one."""
+    folder = tmp_path / "run"
+    (folder / "checkpoints" / "step-5").mkdir(parents=True)
+    save_config(Config(), folder / "config.toml")
+    exported = []
+    monkeypatch.setattr("slipstream.cli.export.export", lambda settings, checkpoint, target: exported.append(checkpoint.name) or 0)
+    assert run("export", str(folder), str(tmp_path / "model")) == 0 and exported == ["step-5"]
+    asked = []
+
+    async def answers(target, prompts, num_samples, sampling):
+        asked.append((target.checkpoint.name, *prompts))
+        return []
+
+    monkeypatch.setattr("slipstream.cli.generate.answers", answers)
+    assert run("generate", str(folder), "--prompt", "sort 4132") == 0 and asked == [("step-5", "sort 4132")]
+    assert run("eval", str(folder)) == 2
+
+
 def test_sampling_names_every_problem(tmp_path):
     folder = make_run_folder(tmp_path / "run")
     loaded = load_config([folder])

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     folder = run_folder(args.run)
     checkpoint = checkpoint_folder(folder, args.version)
     refuse_occupied(args.target)
-    settings = load_config([folder]).config.model
+    settings = load_config([folder], checked=False).config.model
     num_parameters = export(settings, checkpoint, args.target)
     print(f"{checkpoint} ({num_parameters:,} parameters) written to {args.target}")
     return 0

@@ -42,12 +42,12 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, help="tokens per turn at most; rollout.max_new_tokens by default")
 
 
-def find_target(args: argparse.Namespace) -> Target:
-    """The settings and weights that the arguments mean; says so on stderr where a choice was made."""
+def find_target(args: argparse.Namespace, *, checked: bool = True) -> Target:
+    """The settings (see `load_run`) and weights that the arguments mean; says so on stderr where a choice was made."""
     overrides = list(args.overrides)
     if args.model is not None:
         overrides += ["--model.name", args.model]
-    loaded = load_run(args.run, overrides)
+    loaded = load_run(args.run, overrides, checked=checked)
     folder = args.run[0]
     name = loaded.config.model.name
     if args.model is not None:
