@@ -245,7 +245,8 @@ class Stream:
 
     def _take(self, sequence: Sequence) -> int:
         while not self.blocks.num_free:
-            assert self.prompts.evict_one(keep=sequence.prompt_key), "there are blocks for every slot at max_context"
+            evicted = self.prompts.evict_one(keep=sequence.prompt_key)
+            assert evicted, "there are blocks for every slot at max_context"
         block = self.blocks.take()
         self.pool.reserve(block + 1)
         return block
