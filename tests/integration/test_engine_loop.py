@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
@@ -87,6 +88,7 @@ class Running:
         self.wake, self.router = asyncio.Event(), FrameRouter()
         self.frames: list[Frame] = []
         self.on_frame = lambda: None
+        self.after_frame: Callable[[Frame], Awaitable[None]] | None = None
         self.task = asyncio.create_task(
             run_engine(self.engine, self.controller, self._load, self._send, self.wake, self.page)  # type: ignore[arg-type]
         )
@@ -100,6 +102,8 @@ class Running:
         self.frames.append(frame)
         self.router.feed(frame)
         self.on_frame()
+        if self.after_frame is not None:
+            await self.after_frame(frame)
 
     def generate(self, request: GenerateRequest) -> tuple[Generation, asyncio.Future[None]]:
         into = Generation(len(request.token_ids))
@@ -161,6 +165,26 @@ def test_an_idle_engine_wakes_for_a_request_and_for_the_weights_it_needs() -> No
         assert loop.page.phases.count("adopt weights") == 2
         assert loop.page.phases.count("tick") == 9
         assert "idle" in loop.page.phases
+
+    asyncio.run(body())
+
+
+def test_an_engine_whose_worker_does_not_read_owes_nothing() -> None:
+    async def body() -> None:
+        async with running() as loop:
+            read, full = asyncio.Event(), asyncio.Event()
+
+            async def stuck(frame: Frame) -> None:
+                full.set()
+                await read.wait()
+
+            loop.after_frame = stuck
+            loop.controller.offer(0)
+            into, ended = loop.generate(make_request(0, 3))
+            await full.wait()
+            assert loop.page.phases[-2:] == ["tick", "idle"] and len(into.token_ids) == 1
+            read.set()
+            await ended
 
     asyncio.run(body())
 

@@ -49,9 +49,9 @@ async def run_engine(
 
     consumes    offers, one at a time, and the requests that were submitted to `engine`
     produces    one frame per tick, one report per adopted version
-    waits for   work when there is none: a new offer, or `wake`. It then owes nothing, so this wait alone has no deadline: a lost
-                controller raises PeerLost out of `next_weights`
-    unblocked   by `wake.set()` after submit, cancel and unpin, or by the offer
+    waits for   work when there is none: a new offer, or `wake`; and for a worker that has not read what it was sent. It then owes
+                nothing, so these waits have no deadline here: a lost controller raises PeerLost out of `next_weights`
+    unblocked   by `wake.set()` after submit, cancel and unpin, by the offer, or by a worker that reads or is lost
 
     `load_weights` copies an offer's bytes into `engine.model` and gives the checksum of the engine's own copy.
     """
@@ -65,7 +65,9 @@ async def run_engine(
                 offer = _next_offer(engine, controller)
             if engine.has_work():
                 page.working("tick", TICK_DEADLINE_S)
-                await send_frame(engine.tick())
+                frame = engine.tick()
+                page.idle()  # a worker that does not read is not this engine's fault: the controller's wait for a batch ends that
+                await send_frame(frame)
                 await asyncio.sleep(0)  # let requests, cancellations and the offer in
             else:
                 page.idle()
