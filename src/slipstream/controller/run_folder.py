@@ -7,6 +7,7 @@ runs/<name>-<date>-<time>/
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -105,28 +106,35 @@ class RunFolder:
             self._lock_fd = None
 
     def _prepared(self) -> RunFolder:
-        """Refuse places where a run would fail later: network, read-only, full. Make the subfolders."""
-        kind = file_system(self.path)
-        if kind in NETWORK_FILE_SYSTEMS:
-            raise RunFolderError(
-                f"{self.path} is on a network file system ({kind}), where the ledger's write-ahead log does not work; "
-                "put the run folder on a local disk (--run.folder)"
-            )
+        """Refuse places where a run would fail later. Make the subfolders."""
+        check_place(self.path)
         with _os_errors(self.path):
             self.checkpoints.mkdir(exist_ok=True)
             self.log.mkdir(exist_ok=True)
-            probe = self.path / f".probe-{os.getpid()}"
-            try:
-                with open(probe, "wb") as file:
-                    file.write(b"\0" * 4096)
-                    file.flush()
-                    os.fsync(file.fileno())
-            finally:
-                probe.unlink(missing_ok=True)
-            free = shutil.disk_usage(self.path).free
-        if free < MIN_FREE_BYTES:
-            raise RunFolderError(f"only {free >> 20} MiB are free for {self.path}; a run needs at least {MIN_FREE_BYTES >> 20} MiB")
         return self
+
+
+def check_place(path: Path) -> None:
+    """RunFolderError where a run in this existing folder would fail later: network file system, read-only, full."""
+    kind = file_system(path)
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise RunFolderError(
+            f"{path} is on a network file system ({kind}), where the ledger's write-ahead log does not work; "
+            "put the run folder on a local disk (--run.folder)"
+        )
+    with _os_errors(path):
+        probe = path / f".probe-{os.getpid()}"
+        try:
+            with open(probe, "wb") as file:
+                file.write(b"\0" * 4096)
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                probe.unlink(missing_ok=True)
+        free = shutil.disk_usage(path).free
+    if free < MIN_FREE_BYTES:
+        raise RunFolderError(f"only {free >> 20} MiB are free for {path}; a run needs at least {MIN_FREE_BYTES >> 20} MiB")
 
 
 def file_system(path: Path, mounts: str | None = None) -> str:
