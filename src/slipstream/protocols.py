@@ -226,6 +226,18 @@ class Observer(Protocol):
         ...
 
 
+class Progress(Protocol):
+    """How a role's working loop says what it does, for whoever watches it (`launch/page.py`)."""
+
+    def working(self, phase: str, deadline_s: float, owed: str = "") -> None:
+        """From now on and for at most `deadline_s` seconds: this phase, for this piece of work."""
+        ...
+
+    def idle(self) -> None:
+        """Nothing is owed: the role waits for another."""
+        ...
+
+
 class Clock(Protocol):
     """Time as the run sees it: monotonic seconds."""
 

@@ -72,7 +72,7 @@ class Page:
     def __init__(self) -> None:
         self.phases: list[str] = []
 
-    def working(self, phase: str, deadline_s: float) -> None:
+    def working(self, phase: str, deadline_s: float, owed: str = "") -> None:
         assert deadline_s > 0
         self.phases.append(phase)
 

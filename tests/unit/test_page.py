@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from slipstream.launch.page import Judge, NullPage, Page, RoleState
+from slipstream.launch.page import Judge, Page, RoleState
 from slipstream.weight_sync.memory import MemoryFile
 
 ROLES = ("rollout", "engine", "trainer")
@@ -74,12 +74,6 @@ def test_no_record_is_ever_seen_half_written(memory):
         stop.set()
         writer.join()
     assert all(s.phase == s.owed for s in seen) and len({s.phase for s in seen}) > 1
-
-
-def test_null_page_takes_everything():
-    progress = NullPage().role("engine")
-    progress.working("x", 1.0)
-    progress.idle()
 
 
 def busy(deadline: float, writes: int = 1) -> dict[str, RoleState]:

@@ -13,9 +13,8 @@ from slipstream.config.settings import Config
 from slipstream.errors import ModelError
 from slipstream.launch import engine_socket
 from slipstream.launch.context import RunContext
-from slipstream.launch.page import Progress
 from slipstream.models.loading import ModelInfo, load_tokenizer
-from slipstream.protocols import ControllerAPI, EngineClient, Scorer
+from slipstream.protocols import ControllerAPI, EngineClient, Progress, Scorer
 from slipstream.rollout.external import ExternalCalls
 from slipstream.rollout.worker import RolloutWorker
 

@@ -13,7 +13,6 @@ import math
 import struct
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 from slipstream.weight_sync.memory import MemoryFile
 
@@ -21,18 +20,6 @@ _RECORD_BYTES = 512
 _HEAD = struct.Struct("<Qd")  # writes * 2 (odd while one is under way), deadline (monotonic seconds; infinity = idle)
 _TEXT_BYTES = (_RECORD_BYTES - _HEAD.size) // 2 - 2  # of phase and of owed work, utf-8, each behind its length
 _TEXT = struct.Struct(f"<H{_TEXT_BYTES}sH{_TEXT_BYTES}s")
-
-
-class Progress(Protocol):
-    """How a role's working loop says what it does."""
-
-    def working(self, phase: str, deadline_s: float, owed: str = "") -> None:
-        """From now on and for at most `deadline_s` seconds: this phase, for this piece of work."""
-        ...
-
-    def idle(self) -> None:
-        """Nothing is owed: the role waits for another."""
-        ...
 
 
 class NullProgress:
@@ -43,11 +30,6 @@ class NullProgress:
 
     def idle(self) -> None:
         pass
-
-
-class NullPage:
-    def role(self, name: str) -> Progress:
-        return NullProgress()
 
 
 @dataclass(frozen=True, slots=True)

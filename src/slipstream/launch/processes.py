@@ -24,7 +24,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from slipstream.launch.page import Page, Progress
+from slipstream.launch.page import Page
+from slipstream.protocols import Progress
 from slipstream.weight_sync.memory import MemoryFile
 
 _SPEC_VARIABLE = "SLIPSTREAM_ROLE"

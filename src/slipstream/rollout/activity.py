@@ -8,21 +8,14 @@ slack, counted anew whenever a call begins or ends, so it passes only where the 
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from slipstream.protocols import Progress
 from slipstream.rollout.external import ExternalCalls
 
 T = TypeVar("T")
 
 SLACK_S = 60.0
-
-
-class Progress(Protocol):
-    """The worker's record on the progress page (`launch/page.py`)."""
-
-    def working(self, phase: str, deadline_s: float, owed: str = "") -> None: ...
-
-    def idle(self) -> None: ...
 
 
 class WatchedCalls:

@@ -21,8 +21,8 @@ from typing import Any
 from slipstream.config.settings import Config
 from slipstream.environments import make_environment as environment_from_settings
 from slipstream.errors import PeerLost
-from slipstream.protocols import ControllerAPI, EngineClient, Environment, Scorer
-from slipstream.rollout.activity import Progress, WatchedCalls
+from slipstream.protocols import ControllerAPI, EngineClient, Environment, Progress, Scorer
+from slipstream.rollout.activity import WatchedCalls
 from slipstream.rollout.evaluation import run_evaluation
 from slipstream.rollout.external import ExternalCalls, FreeCalls
 from slipstream.rollout.group import GroupRunner

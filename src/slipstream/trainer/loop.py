@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slipstream.errors import RunFolderError
-from slipstream.protocols import ControllerAPI, Manifest
+from slipstream.protocols import ControllerAPI, Manifest, Progress
 from slipstream.trainer.checkpoint import write_checkpoint
 from slipstream.trainer.trainer import Trainer
 from slipstream.types import StepReport
@@ -31,14 +31,6 @@ class Publisher(Protocol):
     """Writes the trainer's weights into a slot's memory (`weight_sync.packing.Publisher`)."""
 
     def pack(self, slot: int, incarnation: int, version: int) -> Manifest: ...
-
-
-class Progress(Protocol):
-    """How the loop says what it is doing (`launch.page.Progress`)."""
-
-    def working(self, phase: str, deadline_s: float, owed: str = "") -> None: ...
-
-    def idle(self) -> None: ...
 
 
 async def run_trainer(trainer: Trainer, controller: ControllerAPI, publisher: Publisher, checkpoints: Path, page: Progress) -> None:

@@ -5,31 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from slipstream.engines.embedded.engine import EmbeddedEngine
-from slipstream.protocols import ControllerAPI, WeightsOffer
+from slipstream.protocols import ControllerAPI, Progress, WeightsOffer
 from slipstream.types import EngineReport, Frame
 
 TICK_DEADLINE_S = 300.0  # one prefill budget and one decode pass; a model that needs longer is hung
-
-
-class Page(Protocol):
-    """Where the loop writes what it is doing, for the supervisor."""
-
-    def working(self, phase: str, deadline_s: float) -> None: ...
-
-    def idle(self) -> None: ...
-
-
-class NullPage:
-    """A page that nobody reads."""
-
-    def working(self, phase: str, deadline_s: float) -> None:
-        pass
-
-    def idle(self) -> None:
-        pass
 
 
 async def run_engine(
@@ -38,7 +19,7 @@ async def run_engine(
     load_weights: Callable[[WeightsOffer], str],
     send_frame: Callable[[Frame], Awaitable[None]],
     wake: asyncio.Event,
-    page: Page | None = None,
+    page: Progress,
 ) -> None:
     """Tick for ever; ends by cancellation or with the first error.
 
@@ -55,7 +36,6 @@ async def run_engine(
 
     `load_weights` copies an offer's bytes into `engine.model` and gives the checksum of the engine's own copy.
     """
-    page = page or NullPage()
     offer = _next_offer(engine, controller)
     try:
         while True:
