@@ -40,6 +40,16 @@ class ProbeResult:
     row_invariant: bool  # whether that was achieved (experts may break it: see `_find_min_rows`)
     num_tokens: int  # compared
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What people should know of it, in sentences."""
+        if self.row_invariant:
+            return ()
+        return (
+            "in this model a token's logprobs depend, in their last bits, on what is sampled beside it: the same request comes out the "
+            "same only among the same neighbours. Recorded logprobs stay true, and a deterministic run, whose schedule is fixed, stays exact",
+        )
+
 
 class _Completion:
     """A sampled sequence of the probe: prompt, tokens, and their logprobs as the engine gave them."""
