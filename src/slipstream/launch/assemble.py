@@ -6,6 +6,7 @@ The rollout worker is built in `assemble_worker.py`, which needs no model.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -52,6 +53,8 @@ def build_engine(config: Config) -> EmbeddedEngine:
     model, tokenizer, info = load_model(config.model, device=config.engine.device)
     max_context = context_limit(config, info)
     proof = probe(model, slots=config.engine.slots, max_context=max_context)
+    for note in proof.notes:
+        print(f"note: {note}", file=sys.stderr)  # of an engine process: log/engine.log
     return EmbeddedEngine(
         model.requires_grad_(False),
         lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
