@@ -47,7 +47,7 @@ class ProbeResult:
             return ()
         return (
             "in this model a token's logprobs depend, in their last bits, on what is sampled beside it: the same request comes out the "
-            "same only among the same neighbours. Recorded logprobs stay true, and a deterministic run, whose schedule is fixed, stays exact",
+            "same only among the same neighbours. Recorded logprobs stay true; a deterministic run stays exact: its schedule is fixed",
         )
 
 
