@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def step_line(
         "incarnation": state.incarnation,
         "version": report.version,
         "time_s": time_s,
-        **_rewards(groups),
+        **reward_stats(groups),
         **_lengths(groups),
         **staleness_stats(dict(record.staleness)),
         "staleness_bound": max((m.bound for m in state.batches[report.step].members), default=0),
@@ -57,16 +58,18 @@ def step_line(
     return line | {key: value for key, value in report.metrics.items() if key not in line}
 
 
-def _rewards(groups: tuple[Group, ...]) -> dict[str, Any]:
+def reward_stats(groups: Sequence[Group]) -> dict[str, Any]:
+    """Mean and deviation of the rewards, the mean of each score and of each of its parts where it applied."""
     rewards = [r for g in groups for r in g.rewards]
-    parts: dict[str, list[float]] = {}
+    scores: dict[str, list[float]] = {}  # "<scorer>" and, of what it reported besides, "<scorer>/<part>"
     for score in (s for g in groups for r in g.rollouts for s in r.scores):
-        if score.value is not None:
-            parts.setdefault(score.name, []).append(score.value)
+        values = {} if score.value is None else {score.name: score.value}
+        for name, value in (values | {f"{score.name}/{part}": value for part, value in score.parts.items()}).items():
+            scores.setdefault(name, []).append(value)
     return {
         "reward_mean": float(np.mean(rewards)) if rewards else None,
         "reward_std": float(np.std(rewards)) if rewards else None,
-        **{f"reward/{name}": float(np.mean(values)) for name, values in sorted(parts.items())},
+        **{f"reward/{name}": float(np.mean(values)) for name, values in sorted(scores.items())},
         "zero_variance_fraction": _ratio(sum(has_zero_variance(g.rewards) for g in groups), len(groups)),
     }
 
