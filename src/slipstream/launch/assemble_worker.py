@@ -12,6 +12,7 @@ from slipstream.config.arithmetic import max_context_tokens
 from slipstream.config.settings import Config
 from slipstream.errors import ModelError
 from slipstream.launch import engine_socket
+from slipstream.launch.beside import beside
 from slipstream.launch.context import RunContext
 from slipstream.models.loading import ModelInfo, load_tokenizer
 from slipstream.protocols import ControllerAPI, EngineClient, Progress, Scorer
@@ -62,7 +63,7 @@ async def run_rollout_worker(
     context: RunContext, controller: ControllerAPI, scorers: Sequence[Scorer], socket_folder: str, progress: Progress
 ) -> None:
     """Work until stopped, on the engine that the controller names, over its socket."""
-    model = load_tokenizer(context.config.model)
+    model = await beside(load_tokenizer, context.config.model)  # perhaps a download; the loop may be the controller's, too
     progress.idle()
     engine_id = await controller.next_engine()
     engine = await engine_socket.connect(engine_socket.socket_path(socket_folder, engine_id), peer=engine_id)
