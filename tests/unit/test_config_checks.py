@@ -42,6 +42,8 @@ def make(**tables: Any) -> Config:
         ({"rollout": {"max_new_tokens": 64}, "engine": {"max_context": 64}}, ("max_new_tokens = 64", "64 - 64 = 0")),
         ({"rollout": {"max_new_tokens": 5000}}, ("default max_context = 4096",)),
         ({"reward": []}, ("no reward", "exact", "number", "regex", "rewards.py:function")),
+        ({"reward": [{"function": "regex", "options": {"pattern": "(a"}}]}, ("'(a'", "not a regular expression", "unterminated")),
+        ({"reward": [{"function": "regex", "options": {"pattern": 7}}]}, ("pattern = 7", "is a text")),
         ({"reward": [{"function": "exakt"}]}, ('did you mean "exact"?',)),
         ({"reward": [{"function": "absent.py:score"}]}, ("there is no file", "absent.py")),
         ({"reward": [{"function": "regex"}]}, ("pattern",)),

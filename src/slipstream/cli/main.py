@@ -105,14 +105,15 @@ def _failed(args: argparse.Namespace, error: Exception) -> int:
         traceback.print_exception(error)
     elif not ours:
         message += "\n(not one of slipstream's own errors; --traceback shows where it came from)"
-    return _told(args, message, code)
+    return _told(args, message, code, getattr(error, "problems", None))
 
 
-def _told(args: argparse.Namespace, message: str, code: int) -> int:
-    """Say it on stderr, and with --json as an object on stdout, too."""
+def _told(args: argparse.Namespace, message: str, code: int, problems: list[str] | None = None) -> int:
+    """Say it on stderr, and with --json as an object on stdout, too: `problems` one by one, where the error lists them."""
     print(f"slipstream {args.verb}: {message}", file=sys.stderr)
     if getattr(args, "json", False):
-        print(json.dumps({"error": message, "exit_code": code}))
+        listed = {} if problems is None else {"problems": problems}
+        print(json.dumps({"error": message, "exit_code": code, **listed}))
     return code
 
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 
 from slipstream.cli.arguments import OVERRIDES_HELP, add_json, add_run, load_run
-from slipstream.config.settings import Config
-from slipstream.errors import DataError, SlipstreamError
-
-if TYPE_CHECKING:
-    from slipstream.config.load import LoadedConfig
+from slipstream.errors import ConfigError, SlipstreamError
 
 HELP = "check a run file and print its settings and what they amount to; no training"
 EPILOG = f"""{OVERRIDES_HELP}
@@ -25,9 +20,19 @@ examples:
   slipstream validate run.toml
   slipstream validate run.toml overlay.toml --trainer.groups_per_step 8 --json
 
-Checked: every setting and what they say of each other, the data and each of its prompts, the rewards (imported), the tokenizer and the
-model's configuration, the run folder's disk. Exit code 2 for wrong settings, 1 for anything else that would stop the run."""
+Checked: every setting and what they say of each other, the data and each of its prompts, rewards and tools (imported), the tokenizer,
+the model's configuration, devices, memory, the run folder's disk. Not checked: the weights. Where something is wrong, that is all that is
+printed. Exit code 2 for wrong settings, 1 for anything else that would stop the run."""
 TAKES_SETTINGS = True
+
+
+class CannotStart(SlipstreamError):
+    """What would stop the run, none of it a wrong setting."""
+
+    def __init__(self, problems: Sequence[str]):
+        self.problems = list(problems)
+        several = f"{len(problems)} problems would stop the run:\n" + "\n".join(f"  - {problem}" for problem in problems)
+        super().__init__(problems[0] if len(problems) == 1 else several)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,98 +41,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from slipstream.cli.preflight import preflight
     from slipstream.config.arithmetic import arithmetic
     from slipstream.config.checks import advice
     from slipstream.config.save import to_toml
 
     loaded = load_run(args.run, args.overrides)
+    found = preflight(loaded, resumes=args.run[0].is_dir())
+    notes = [*found.notes, *advice(loaded.config)]
+    if found.problems:
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        raise as_one(found.problems)
+    limits = loaded.config.engine.model_copy(update={"max_context": found.facts["context_tokens"]})
+    numbers = arithmetic(loaded.config.model_copy(update={"engine": limits}), found.facts["train_rows"])
     console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False, markup=False, soft_wrap=True)
     console.print(to_toml(loaded.config))
-    facts, notes = check(loaded)
-    limits = loaded.config.engine.model_copy(update={"max_context": facts["context_tokens"]})
-    numbers = arithmetic(loaded.config.model_copy(update={"engine": limits}), facts["train_rows"])
-    for line in [*numbers.lines(), *facts_in_words(facts)]:
+    for line in [*numbers.lines(), *facts_in_words(found.facts), *(f"note: {note}" for note in notes)]:
         console.print(line)
-    for note in [*notes, *advice(loaded.config)]:
-        console.print(f"note: {note}")
     console.print("valid: the run can start")
     if args.json:
         settings = loaded.config.model_dump(mode="json")
-        print(json.dumps({"valid": True, "settings": settings, "arithmetic": numbers.to_json(), **facts, "notes": notes}))
+        print(json.dumps({"valid": True, "settings": settings, "arithmetic": numbers.to_json(), **found.facts, "notes": notes}))
     return 0
 
 
-def check(loaded: LoadedConfig) -> tuple[dict[str, Any], list[str]]:
-    """Check data, model, prompts, rewards, sinks and disk: (facts, notes). Raises the first group of problems, all of one kind together."""
-    from slipstream.data import load_data
-    from slipstream.models.loading import load_tokenizer
-    from slipstream.models.memory import check_memory
-    from slipstream.observe.sinks import check_installed
-
-    config = loaded.config
-    check_installed(list(config.metrics.sinks))
-    data = load_data(config, loaded.base_folder)
-    tokenizer, info = load_tokenizer(config.model)
-    limit = min(config.engine.max_context or info.context_tokens, info.context_tokens)
-    longest = check_prompts(config, [*data.train, *data.eval], tokenizer, limit)
-    memory = check_memory(config, info.source, longest)
-    asyncio.run(check_rewards(config))
-    check_disk(config)
-    facts = {
-        "train_rows": len(data.train),
-        "eval_rows": len(data.eval),
-        "longest_prompt_tokens": longest,
-        "context_tokens": limit,
-        "vocabulary": info.vocab_size,
-        "memory_bytes": None if memory is None else memory.parts,
-        "memory": None if memory is None else str(memory),
-    }
-    return facts, [*info.notes, *data.notes()]
-
-
-def check_prompts(config: Config, rows: list[dict[str, Any]], tokenizer: Any, max_context: int) -> int:
-    """Render every prompt; the longest in tokens. DataError names how many do not fit, with an example."""
-    from slipstream.data import render_messages
-    from slipstream.rollout.rendering import PromptDoesNotFit, Renderer
-
-    renderer = Renderer(tokenizer, max_context)
-    longest, misfits = 0, []
-    for number, row in enumerate(rows, start=1):
-        try:
-            ids = renderer.prompt(render_messages(row, config.data, f"row {number}"), config.rollout.max_new_tokens)
-            longest = max(longest, len(ids))
-        except PromptDoesNotFit as error:
-            misfits.append(f"row {number}: {error}")
-    if len(misfits) == len(rows):
-        raise DataError(f"no prompt fits: {misfits[0]}; raise engine.max_context or lower rollout.max_new_tokens")
-    if misfits:
-        print(f"note: {len(misfits)} of {len(rows)} prompts do not fit and would be skipped; {misfits[0]}", file=sys.stderr)
-    return longest
-
-
-async def check_rewards(config: Config) -> None:
-    """Import every reward in the process that would run it."""
-    from slipstream.scoring.score import close_scorers, start_scorers
-    from slipstream.scoring.scorers import make_scorers
-
-    scorers = make_scorers(config.reward)
-    try:
-        await start_scorers(scorers)
-    finally:
-        await close_scorers(scorers)
-
-
-def check_disk(config: Config) -> None:
-    """The run folder's disk can hold a ledger."""
-    from slipstream.controller.run_folder import NETWORK_FILE_SYSTEMS, file_system
-
-    folder = Path(config.run.folder or "runs").absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    kind = file_system(existing)
-    if kind in NETWORK_FILE_SYSTEMS:
-        raise SlipstreamError(
-            f"{folder} is on a network file system ({kind}), where the ledger cannot live; set run.folder to a local disk"
-        )
+def as_one(problems: Sequence[SlipstreamError]) -> SlipstreamError:
+    """One error that lists them all: ConfigError (exit code 2) if any of them is a wrong setting."""
+    lines = [line for problem in problems for line in getattr(problem, "problems", [str(problem)])]
+    return ConfigError(lines) if any(isinstance(problem, ConfigError) for problem in problems) else CannotStart(lines)
 
 
 def facts_in_words(facts: dict[str, Any]) -> list[str]:

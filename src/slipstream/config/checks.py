@@ -6,6 +6,7 @@ Each check takes the config and yields `Conflict`s; all run, so a person sees ev
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -175,11 +176,23 @@ def _rewards(config: Config, reward_given: bool) -> Iterator[Conflict]:
             )
         if reward.function == "regex" and "pattern" not in reward.options:
             yield Conflict((f"reward.{index}.options",), "regex needs a pattern: options = {pattern = '...'}")
+        elif reward.function == "regex" and (problem := _pattern_problem(reward.options["pattern"])):
+            yield Conflict((f"reward.{index}.options",), f"pattern = {reward.options['pattern']!r}: {problem}")
     for name, count in Counter(reward.name for reward in config.reward if reward.name).items():
         if count > 1:
             yield Conflict(("reward",), f'{count} rewards are named "{name}"; metrics are kept by name, so give each its own')
     if config.reward and not reward_given and all(reward.weight == 0 for reward in config.reward):
         yield Conflict(("reward.0.weight",), "the weight of every reward is 0, so each rollout would get reward 0 and nothing be learned")
+
+
+def _pattern_problem(pattern: object) -> str | None:
+    if not isinstance(pattern, str):
+        return "a regular expression is a text"
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return f"not a regular expression: {error}"
+    return None
 
 
 def _files(config: Config, base_folder: Path) -> Iterator[Conflict]:
