@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TORCH_FREE = ("types", "errors", "protocols", "config", "controller", "scoring", "data", "observe")
+TORCH_FREE = ("types", "errors", "protocols", "config", "controller", "scoring", "data", "observe", "system_memory")
 HEAVY = ("torch", "transformers", "vllm", "ray", "datasets", "pyarrow", "reasoning_gym", "pandas")
 
 

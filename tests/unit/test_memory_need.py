@@ -7,10 +7,9 @@ import pytest
 from slipstream.config.settings import Config, DataSettings, EngineSettings, ModelSettings, RolloutSettings, TrainerSettings
 from slipstream.errors import MemoryNeedError, ModelError
 from slipstream.models import memory
-from slipstream.models.memory import ModelSize, available_bytes, check_memory, local_folder, memory_need, read_model_size
+from slipstream.models.memory import ModelSize, check_memory, local_folder, memory_need, read_model_size
 from slipstream.models.tiny import TinyRecipe, make_model, make_tokenizer
 
-MIB = 1 << 20
 SIZE = ModelSize(
     num_parameters=1_000_000,
     hidden_size=100,
@@ -60,6 +59,12 @@ def test_bfloat16_adds_masters_and_halves_the_rest():
     assert parts["weight sync"] == 3 * 2_000_000
     assert parts["engine"] == 2_000_000 + 2 * 8 * 64 * 2 * 50 * 2
     assert parts["trainer"] > (2 + 4 + 8 + 4) * 1_000_000
+
+
+@pytest.mark.parametrize(("lag", "slots"), [(None, 3), (0, 3), (4, 7)])
+def test_weight_slots_are_those_that_the_broker_hands_out(lag, slots):
+    settings = {"launch": "inline", "buffer": {"max_staleness": lag or 0}, "weight_sync": {"lag": lag}}
+    assert memory_need(Config.model_validate(settings), SIZE).parts["weight sync"] == slots * 4_000_000
 
 
 def test_gradient_checkpointing_needs_less():
@@ -120,7 +125,3 @@ def test_damaged_files_are_named(folder):
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         read_model_size(folder)
-
-
-def test_this_machine_says_what_it_has():
-    assert 64 * MIB < (available_bytes() or 0) < 1 << 50

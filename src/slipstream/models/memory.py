@@ -2,7 +2,7 @@
 
 Trainer      weights + gradients + AdamW's two moments, + float32 master weights for a bfloat16 model, + activations of one micro-batch
 Engine       weights + the copy that an evaluation pins + keys and values of all slots at full context, for both
-Weight sync  three slots
+Weight sync  the slots: three, or with `weight_sync.lag` as many more as versions wait
 Processes    what Python and torch take by themselves
 
 Weights, optimizer and KV are exact to a few percent; activations are a rule of thumb, for the completions and, where the caller knows
@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import struct
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +21,11 @@ from slipstream.config.arithmetic import max_context_tokens
 from slipstream.config.settings import Config, ModelSettings
 from slipstream.errors import MemoryNeedError, ModelError
 from slipstream.models.cache import cache_folder
+from slipstream.system_memory import available_bytes
+from slipstream.weight_sync.lag import LagBroker
+from slipstream.weight_sync.slots import slots_for
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
-_NUM_WEIGHT_SLOTS = 3
 _PROCESS_BYTES = 500 << 20  # torch and transformers imported, allocator slack
 _MAX_HEADER_BYTES = 100 << 20
 _GIB = 1 << 30
@@ -90,13 +89,19 @@ def memory_need(config: Config, size: ModelSize, prompt_tokens: int = 0) -> Memo
     parts = {
         "trainer": trainer,
         "engine": engine,
-        "weight sync": _NUM_WEIGHT_SLOTS * weights,
+        "weight sync": num_weight_slots(config) * weights,
         "processes": num_processes * _PROCESS_BYTES,
     }
     host = parts["weight sync"] + parts["processes"]
     host += trainer if _on_host(config.trainer.device or config.model.device) else 0
     host += engine if _on_host(config.engine.device or config.model.device) else 0
     return MemoryNeed(parts, host, available_bytes())
+
+
+def num_weight_slots(config: Config) -> int:
+    """Blocks of packed weights that the run's broker hands out."""
+    lag = config.weight_sync.lag
+    return slots_for(1) if lag is None else LagBroker(lag).num_slots
 
 
 def _trainer_bytes(config: Config, size: ModelSize, prompt_tokens: int) -> int:
@@ -207,40 +212,3 @@ def _num_elements(file: Path) -> int:
                 count *= extent
             total += count
     return total
-
-
-# ---- what the machine has ----------------------------------------------------------------------------------------------------
-
-
-def available_bytes() -> int | None:
-    """Main memory that a new run can have: what is free or can be freed, within the container's limit; None where nobody says."""
-    values = [value for value in (_machine_bytes(), _container_bytes()) if value is not None]
-    return min(values, default=None)
-
-
-def _machine_bytes() -> int | None:
-    if sys.platform == "darwin":
-        with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-            answer = subprocess.run(["sysctl", "-n", "hw.memsize"], capture_output=True, text=True, timeout=10, check=True)
-            return int(answer.stdout)
-        return None
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
-
-
-def _container_bytes() -> int | None:
-    """What is left under the limit of cgroup v2; None without one."""
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((group / "memory.max").read_text())  # "max" without a limit: ValueError
-        cached = 0
-        for line in (group / "memory.stat").read_text().splitlines():
-            if line.startswith("inactive_file "):
-                cached = int(line.split()[1])  # given back on demand
-        return max(0, limit - int((group / "memory.current").read_text()) + cached)
-    return None
