@@ -63,7 +63,7 @@ def test_the_trainer_computes_the_logprobs_that_the_engine_recorded(kind: str, m
     assert batch.num_loss_tokens == len(TEMPERATURES) * sum(map(sum, LENGTHS))
     attach(learning := tiny_model(kind))
     trainer = Trainer(Config(), learning)
-    sequences = token_table(batch, np.zeros(len(TEMPERATURES) * SAMPLES), max_staleness=1, mask_stale=True)
+    sequences = token_table(batch, np.zeros(len(TEMPERATURES) * SAMPLES))
     seen = 0
     for micro_batch in pack(sequences, max_tokens):
         with torch.no_grad():

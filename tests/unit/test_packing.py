@@ -11,30 +11,36 @@ from slipstream.trainer.packing import pack, token_table
 from slipstream.types import Sampling, Span, Turn
 
 
-def table(batch, max_staleness=1, mask_stale=True):
+def table(batch):
+    """Every rollout's advantage is its number in the batch, so that tokens show whose they are."""
     count = sum(len(g.rollouts) for g in batch.groups)
-    return token_table(batch, np.arange(count, dtype=float), max_staleness=max_staleness, mask_stale=mask_stale)
+    return token_table(batch, np.arange(count, dtype=float))
+
+
+def owners(m):
+    """The rollout of each trained token of a micro-batch, [N]."""
+    return [int(advantage) for advantage in m.advantage]
 
 
 def facts(micro_batches):
-    """{(rollout, occurrence): (target, logprob, advantage, mask, staleness, temperature, predictor's token)} over all micro-batches."""
+    """(rollout, target, logprob, staleness, temperature, predictor's token) of each token of all micro-batches."""
     out = []
     for m in micro_batches:
         predictor = m.input_ids[0, m.rows.positions[m.rows.row]]
         temperature = torch.ones(len(m.rows.row)) if m.rows.temperature is None else m.rows.temperature[m.rows.row]
-        columns = (m.rollout_index, m.rows.target_ids, m.sampler_logprob, m.advantage, m.mask, m.staleness, temperature, predictor)
+        columns = (m.advantage, m.rows.target_ids, m.sampler_logprob, m.staleness, temperature, predictor)
         out += zip(*(c.tolist() for c in columns), strict=True)
     return sorted(out)
 
 
-def expected_facts(batch, max_staleness=1):
+def expected_facts(batch):
     out, index = [], 0
     for group in batch.groups:
         for r in group.rollouts:
             for t in np.flatnonzero(r.loss_mask):
                 stale = int(batch.step - r.model_versions()[t])
                 temperature = next(turn.sampling.temperature for turn in r.turns if turn.start <= t < turn.end)
-                fact = (index, r.token_ids[t], r.logprobs[t], index, float(stale <= max_staleness), stale, temperature, r.token_ids[t - 1])
+                fact = (index, r.token_ids[t], r.logprobs[t], stale, temperature, r.token_ids[t - 1])
                 out.append(tuple(x.item() if hasattr(x, "item") else x for x in fact))
             index += 1
     return sorted(out)
@@ -59,7 +65,7 @@ def test_a_rollout_longer_than_a_micro_batch_goes_alone():
     rng = np.random.default_rng(0)
     prompt = rng.integers(3, VOCABULARY, 30).astype(np.int32)
     batch = batch_of(0, [make_group([make_rollout(rng, 0, s, prompt, 5, 0) for s in range(3)])])
-    assert [len(set(m.rollout_index.tolist())) for m in pack(table(batch), 16)] == [1, 1, 1]
+    assert [len(set(owners(m))) for m in pack(table(batch), 16)] == [1, 1, 1]
 
 
 def test_groups_stay_whole_where_they_fit():
@@ -67,7 +73,7 @@ def test_groups_stay_whole_where_they_fit():
     prompt = rng.integers(3, VOCABULARY, 10).astype(np.int32)
     groups = [make_group([make_rollout(rng, g, s, prompt, 6, 0) for s in range(4)]) for g in range(3)]
     micro_batches = pack(table(batch_of(0, groups)), 40)  # a group takes 10 + 4 * 5 = 30
-    assert [sorted(set((m.rollout_index // 4).tolist())) for m in micro_batches] == [[0], [1], [2]]
+    assert [sorted({owner // 4 for owner in owners(m)}) for m in micro_batches] == [[0], [1], [2]]
 
 
 def test_shared_prompt_is_packed_once_and_its_last_token_predicts_all_first_tokens():
@@ -103,7 +109,7 @@ def test_a_rollout_with_nothing_to_train_is_not_computed():
     rollouts = list(batch.groups[0].rollouts)
     rollouts[1] = msgspec.structs.replace(rollouts[1], loss_mask=np.zeros_like(rollouts[1].loss_mask))
     (m,) = pack(table(batch_of(0, [make_group(rollouts)])), 1000)
-    assert set(m.rollout_index.tolist()) == {0, 2}
+    assert set(owners(m)) == {0, 2}
 
 
 def test_packing_is_a_pure_function():
@@ -166,7 +172,7 @@ def check_predictions(batch, max_tokens):
     rollouts = [r for g in batch.groups for r in g.rollouts]
     found = []
     for m in pack(table(batch), max_tokens):
-        indices = m.rollout_index.tolist()
+        indices = owners(m)
         assert m.layout.num_tokens <= max_tokens or len(set(indices)) == 1
         for index, position, target in zip(indices, m.rows.positions[m.rows.row].tolist(), m.rows.target_ids.tolist(), strict=True):
             seen = context(m, position)
@@ -189,12 +195,8 @@ def two_versions(step=5, old=2):
     return batch_of(step, [make_group(rollouts)])
 
 
-def test_stale_tokens_are_masked_or_kept():
-    batch = two_versions(step=5, old=2)
-    masked, kept = table(batch), table(batch, mask_stale=False)
-    assert masked[0].staleness.tolist() == [3] * 4 + [1] * 4
-    assert masked[0].mask.tolist() == [False] * 4 + [True] * 4
-    assert kept[0].mask.all() and kept[0].staleness.tolist() == masked[0].staleness.tolist()
+def test_every_token_has_its_own_staleness():
+    assert table(two_versions(step=5, old=2))[0].staleness.tolist() == [3] * 4 + [1] * 4
 
 
 def test_a_token_from_the_future_is_refused():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from trainer_models import batch_of, config, eager_twin, make_batch, make_group, plain_logprobs, tiny_model
 
+from slipstream.controller import buffer
 from slipstream.errors import DataError, RunFailed
 from slipstream.trainer.trainer import Trainer
 from slipstream.types import Span
@@ -46,7 +47,7 @@ def test_fresh_batch():
     assert 0 < m["logprob_gap"] < 1e-4
     assert 0 < m["entropy"] < np.log(61)
     assert m["grad_norm"] > 0.01 and m["learning_rate"] == 1e-3
-    assert m["num_loss_tokens"] == make_batch().num_loss_tokens and m["masked_stale_tokens"] == 0
+    assert m["num_loss_tokens"] == make_batch().num_loss_tokens
     assert all(np.isfinite(v) for v in m.values())
 
 
@@ -115,33 +116,53 @@ def test_dr_grpo_weighs_tokens_by_a_constant():
     assert norms[0] == pytest.approx(2 * norms[1], rel=1e-4)
 
 
-# ---- masked stale tokens
+# ---- tokens out of the loss mask
 
 
-def test_stale_tokens_do_not_train():
-    """A rollout of tokens that are all too old trains as if its tokens had been masked in the record."""
-    batch = make_batch(step=4, groups=1, samples=3)
-    old, *others = batch.groups[0].rollouts
+@pytest.mark.parametrize("on_stale", ["mask_tokens", "keep"])
+def test_stale_tokens_train_only_where_the_settings_say_so(on_stale):
+    """The controller takes them out of the loss mask and counts them; the trainer's gradient is then that of the others alone."""
+    whole = make_batch(step=4, groups=1, samples=3)
+    old, *others = whole.groups[0].rollouts
     old_span = (Span(old.spans[0].start, old.spans[0].end, 1, 0, "e0"),)
-    stale = batch_of(4, [make_group([msgspec.structs.replace(old, spans=old_span), *others])])
-    masked = batch_of(4, [make_group([msgspec.structs.replace(old, loss_mask=np.zeros_like(old.loss_mask)), *others])])
-    results = []
-    for each in (stale, masked, batch):
+    stale = make_group([msgspec.structs.replace(old, spans=old_span), *others])
+    masked = make_group([msgspec.structs.replace(old, loss_mask=np.zeros_like(old.loss_mask)), *others])
+    batch, record = buffer.make_batch(4, [stale], [4], max_staleness=3, on_stale=on_stale)
+    expected = batch_of(4, [masked]) if on_stale == "mask_tokens" else whole
+    assert record.num_masked_tokens == whole.num_loss_tokens - expected.num_loss_tokens
+    metrics = []
+    for each in (batch, expected):
         trainer = trainer_of()
         trainer.step = 4
-        results.append((trainer.train_step(each).metrics, trainer))
-    stale_metrics = results[0][0]
-    assert stale_metrics["masked_stale_tokens"] == old.loss_mask.sum()
-    assert stale_metrics["num_loss_tokens"] == results[1][0]["num_loss_tokens"] == stale.num_loss_tokens - old.loss_mask.sum()
-    assert stale_metrics["grad_norm"] == pytest.approx(results[1][0]["grad_norm"], rel=1e-4)
-    assert stale_metrics["grad_norm"] != pytest.approx(results[2][0]["grad_norm"], rel=1e-3)
+        metrics.append(trainer.train_step(each).metrics)
+    assert metrics[0]["num_loss_tokens"] == metrics[1]["num_loss_tokens"] == batch.num_loss_tokens
+    assert metrics[0]["grad_norm"] == pytest.approx(metrics[1]["grad_norm"], rel=1e-5)
+    assert metrics[0]["loss"] == pytest.approx(metrics[1]["loss"], abs=1e-6)
 
 
-def test_a_batch_of_stale_tokens_alone_is_skipped():
+def test_masked_tokens_have_zero_gradient():
+    """Whatever their logprob: a masked token has no share in the gradient, though its rollout is trained."""
+    batch = make_batch(groups=1, samples=3)
+    norms = []
+    for logprob in (-0.1, -9.0):
+        first, *others = batch.groups[0].rollouts[::-1]
+        assert first.loss_mask.sum() >= 2
+        at = int(np.flatnonzero(first.loss_mask)[0])
+        mask, logprobs = first.loss_mask.copy(), first.logprobs.copy()
+        mask[at], logprobs[at] = False, logprob
+        changed = msgspec.structs.replace(first, loss_mask=mask, logprobs=logprobs)
+        norms.append(trainer_of().train_step(batch_of(0, [make_group([changed, *others])])).metrics["grad_norm"])
+    assert norms[0] == norms[1] > 0
+
+
+def test_a_batch_without_trained_tokens_is_skipped():
     trainer = trainer_of()
-    trainer.step = 9
-    assert trainer.train_step(make_batch(step=9, version=0)).skipped == "no token to train"
-    assert checksum(trainer.model) == checksum(tiny_model()) and trainer.version == 10
+    groups = [
+        make_group([msgspec.structs.replace(r, loss_mask=np.zeros_like(r.loss_mask)) for r in group.rollouts])
+        for group in make_batch().groups
+    ]
+    assert trainer.train_step(batch_of(0, groups)).skipped == "no token to train"
+    assert checksum(trainer.model) == checksum(tiny_model()) and trainer.version == 1
 
 
 # ---- updates that are skipped
@@ -170,7 +191,7 @@ def test_a_non_finite_gradient_skips_the_update_whole(dtype):
 def test_a_non_finite_loss_skips_the_update(monkeypatch):
     trainer = trainer_of()
     before = checksum(trainer.model)
-    monkeypatch.setattr("slipstream.trainer.losses.aggregate", lambda per_token, mask, n: (per_token * float("nan")).sum())
+    monkeypatch.setattr("slipstream.trainer.losses.aggregate", lambda per_token, n: (per_token * float("nan")).sum())
     assert trainer.train_step(make_batch(0)).skipped.startswith("non-finite loss")
     assert checksum(trainer.model) == before
 

@@ -41,9 +41,9 @@ def is_clipped(ratio: torch.Tensor, advantage: torch.Tensor, clip_low: float, cl
     return ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & (ratio < 1 - clip_low))
 
 
-def aggregate(per_token: torch.Tensor, mask: torch.Tensor, normalizer: float) -> torch.Tensor:
-    """This micro-batch's share of the batch's loss: the sum over unmasked tokens, divided by the batch's `normalizer`."""
-    return (per_token * mask).sum() / normalizer
+def aggregate(per_token: torch.Tensor, normalizer: float) -> torch.Tensor:
+    """This micro-batch's share of the batch's loss: the sum over its trained tokens, divided by the batch's `normalizer`."""
+    return per_token.sum() / normalizer
 
 
 Aggregation = Literal["token_mean", "token_sum_over_max_length"]
@@ -52,7 +52,7 @@ Aggregation = Literal["token_mean", "token_sum_over_max_length"]
 def normalizer(aggregation: Aggregation, num_loss_tokens: int, num_rollouts: int, max_tokens: int) -> float:
     """What the token sum of a whole batch is divided by.
 
-    token_mean: the unmasked tokens of the batch, so every token weighs the same (DAPO).
+    token_mean: the trained tokens of the batch, so every token weighs the same (DAPO).
     token_sum_over_max_length: rollouts x the longest completion possible, so no weight depends on a length (Dr. GRPO).
     """
     return float(num_loss_tokens if aggregation == "token_mean" else num_rollouts * max_tokens)

@@ -28,14 +28,12 @@ from slipstream.types import Batch, Group, Rollout
 class Sequence:
     """One rollout as the trainer sees it; arrays are per trained token [n] unless noted."""
 
-    index: int  # of the rollout in the batch: groups in order, samples in order
     group: int  # place of its group in the batch
     sample: int
     parent: tuple[int, int] | None  # (sample, token offset) it was forked from
     token_ids: np.ndarray  # int32[L]
     prompt_length: int
-    targets: np.ndarray  # int64, indices into token_ids of the tokens in the loss's domain; ascending, never 0
-    mask: np.ndarray  # bool; False where a token is too stale to be trained
+    targets: np.ndarray  # int64, indices into token_ids of the trained tokens; ascending, never 0
     sampler_logprob: np.ndarray  # float32
     staleness: np.ndarray  # int32
     temperature: np.ndarray  # float32
@@ -57,9 +55,7 @@ class MicroBatch:
     rows: HeadRows  # the logits that are needed, and the targets [N]
     sampler_logprob: torch.Tensor  # float32[N]
     advantage: torch.Tensor  # float32[N]
-    mask: torch.Tensor  # float32[N], 1 trained, 0 masked for staleness
     staleness: torch.Tensor  # int32[N]
-    rollout_index: torch.Tensor  # int64[N]
 
     def to(self, device: torch.device | str) -> MicroBatch:
         tensors = {name: getattr(self, name).to(device) for name in self.__slots__ if name not in ("layout", "rows")}
@@ -69,12 +65,10 @@ class MicroBatch:
 # ---- reading the records ---------------------------------------------------------------------------------------------------------
 
 
-def token_table(
-    batch: Batch, advantages: np.ndarray, *, max_staleness: int, mask_stale: bool, default_temperature: float = 1.0
-) -> list[Sequence]:
-    """The batch's rollouts that have trained tokens. `advantages` float[n] has one per rollout, in order.
+def token_table(batch: Batch, advantages: np.ndarray, *, default_temperature: float = 1.0) -> list[Sequence]:
+    """The batch's rollouts that have trained tokens, those of their loss mask. `advantages` float[n] has one per rollout, in order.
 
-    With `mask_stale`, tokens older than `max_staleness` stay in the table with mask False.
+    Tokens that are too old have left the loss mask already (`controller.buffer.make_batch`).
     Raises StalenessError for a token from the future, DataError for one that cannot be trained.
     """
     out, index = [], 0
@@ -86,14 +80,12 @@ def token_table(
                 _check_tokens(batch, group, rollout, targets, staleness)
                 out.append(
                     Sequence(
-                        index=index,
                         group=place,
                         sample=rollout.sample,
                         parent=rollout.parent,
                         token_ids=rollout.token_ids,
                         prompt_length=rollout.prompt_length,
                         targets=targets,
-                        mask=staleness <= max_staleness if mask_stale else np.ones(len(targets), dtype=bool),
                         sampler_logprob=rollout.logprobs[targets],
                         staleness=staleness,
                         temperature=_temperatures(rollout, default_temperature)[targets],
@@ -246,9 +238,7 @@ class _Builder:
             ),
             sampler_logprob=tokens(gather([s.sampler_logprob for s in self._sequences], np.float32)),
             advantage=tokens(np.repeat(np.array([s.advantage for s in self._sequences], dtype=np.float32), counts)),
-            mask=tokens(gather([s.mask for s in self._sequences], np.float32)),
             staleness=tokens(gather([s.staleness for s in self._sequences], np.int32)),
-            rollout_index=tokens(np.repeat(np.array([s.index for s in self._sequences], dtype=np.int64), counts)),
         )
 
     def _lay_out(self) -> tuple[list[Segment], list[np.ndarray]]:

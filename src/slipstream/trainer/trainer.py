@@ -77,22 +77,20 @@ class Trainer:
 
     def _train(self, batch: Batch) -> TrainStep:
         sequences = self._read(batch)
-        num_tokens = sum(len(s.mask) for s in sequences)
+        num_tokens = sum(len(s.targets) for s in sequences)
         if num_tokens != batch.num_loss_tokens:
             raise DataError(f"batch {batch.step} says {batch.num_loss_tokens} loss tokens, its groups have {num_tokens}")
-        num_trained = sum(int(s.mask.sum()) for s in sequences)
         micro_batches = pack(sequences, self.config.trainer.max_tokens_per_micro_batch)
         metrics = {
-            "num_loss_tokens": float(num_trained),
-            "masked_stale_tokens": float(num_tokens - num_trained),
+            "num_loss_tokens": float(num_tokens),
             "packed_tokens": float(sum(m.layout.num_tokens for m in micro_batches)),
             "micro_batches": float(len(micro_batches)),
             "learning_rate": learning_rate(self.config.trainer, batch.step),
         }
-        if num_trained == 0:
+        if num_tokens == 0:
             return TrainStep("no token to train", metrics)
         diagnostics = Diagnostics(self._preset)
-        normalizer = self._normalizer(batch, num_trained)
+        normalizer = self._normalizer(batch, num_tokens)
         self.optimizer.zero_grad()
         for micro_batch in micro_batches:
             self._accumulate(micro_batch.to(self.device), normalizer, diagnostics)
@@ -114,24 +112,22 @@ class Trainer:
         return token_table(
             batch,
             estimate([r.reward for _, r in rollouts], [(g.group_id, r.agent) for g, r in rollouts]),
-            max_staleness=self.config.buffer.max_staleness,
-            mask_stale=self.config.buffer.on_stale == "mask_tokens",
             default_temperature=self.config.rollout.temperature,
         )
 
-    def _normalizer(self, batch: Batch, num_trained: int) -> float:
+    def _normalizer(self, batch: Batch, num_tokens: int) -> float:
         num_rollouts = sum(len(group.rollouts) for group in batch.groups)
         longest = self.config.rollout.max_new_tokens * self.config.rollout.max_turns
-        return losses.normalizer(self._preset.aggregation, num_trained, num_rollouts, longest)
+        return losses.normalizer(self._preset.aggregation, num_tokens, num_rollouts, longest)
 
     def _accumulate(self, micro_batch: MicroBatch, normalizer: float, diagnostics: Diagnostics) -> None:
         """Forward and backward of one micro-batch; its gradient is added to the optimizer's."""
         m = micro_batch
         logprob, entropy = self.logprobs(m)
         per_token = losses.ppo_clip(logprob, m.sampler_logprob, m.advantage, self._preset.clip_low, self._preset.clip_high)
-        loss = losses.aggregate(per_token, m.mask, normalizer)
+        loss = losses.aggregate(per_token, normalizer)
         loss.backward()
-        diagnostics.add(loss, logprob, m.sampler_logprob, entropy, m.advantage, m.mask, m.staleness)
+        diagnostics.add(loss, logprob, m.sampler_logprob, entropy, m.advantage, m.staleness)
 
     def logprobs(self, m: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprob, entropy) float32[N] of the micro-batch's tokens under the model as it is; logprob has a gradient."""
