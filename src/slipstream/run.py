@@ -1,6 +1,6 @@
 """One run from settings to summary: the Python entry point, which the `train` verb calls too. Imports no torch by itself.
 
-settings ─► run folder (locked) ─► data ─► ledger and controller ─► launcher (inline | local) ─► summary
+settings ─► data ─► memory ─► run folder (locked) ─► ledger and controller ─► launcher (inline | local) ─► summary
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import IO, Any, TypeVar
 
 from slipstream.config.load import LoadedConfig, check_config, load_config, load_tables
 from slipstream.config.resume import check_resume
-from slipstream.config.save import save_config
 from slipstream.config.settings import Config
 from slipstream.controller.controller import Controller, open_controller
 from slipstream.controller.run_folder import RunFolder
@@ -26,8 +25,10 @@ from slipstream.controller.versions import Broker
 from slipstream.data.dataset import Data, load_data
 from slipstream.data.prompts import render_messages
 from slipstream.errors import ConfigError
+from slipstream.launch.beside import beside
 from slipstream.launch.context import RunContext
 from slipstream.launch.fingerprint import code_version, numerics
+from slipstream.models.memory import check_memory
 from slipstream.observe.observer import RunObserver, open_observer
 from slipstream.observe.samples import prompt_text
 from slipstream.observe.summary import summarize
@@ -123,16 +124,16 @@ class _Run:
     async def run(self, resume: str | Path | None, rewind: int | None) -> Result:
         self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
         config = self._config
-        folder = _open_folder(config, resume)
-        data = load_data(config, self._loaded.base_folder, self._rows)
-        folder.lock()  # before anything in it is touched
-        observer = open_observer(folder.path, config, stream=self._stream, describe_item=_item_text(config, data))
-        try:
-            save_config(config, folder.config)
+        with contextlib.ExitStack() as held:
+            folder = None if resume is None else _hold(held, _folder_to_resume(config, resume))
+            data = load_data(config, self._loaded.base_folder, self._rows)
+            await beside(check_memory, config)
+            if folder is None:  # only now: what is wrong with data or machine leaves no empty folder behind
+                folder = _hold(held, RunFolder.create(config.run.name, config.run.folder))
+                folder.save_config(config)  # before the ledger: whatever happens now, the run can be gone on with
+            observer = open_observer(folder.path, config, stream=self._stream, describe_item=_item_text(config, data))
+            held.callback(observer.close)
             return await self._launch(folder, data, observer, rewind)
-        finally:
-            observer.close()
-            folder.release()
 
     async def _launch(self, folder: RunFolder, data: Data, observer: RunObserver, rewind: int | None) -> Result:
         config, broker = self._config, _broker(self._config)
@@ -153,6 +154,7 @@ class _Run:
         self._controller = controller
         context = RunContext(config, self._loaded.base_folder, folder.path, controller.incarnation, controller.start_step)
         try:
+            folder.save_config(config)  # the roles read it; a resume that was refused has left it as it was
             if config.launch == "inline":
                 from slipstream.launch.inline import run_inline
 
@@ -203,13 +205,23 @@ class _CallsBack:
         self._observer.note(text)
 
 
-def _open_folder(config: Config, resume: str | Path | None) -> RunFolder:
-    """A new run folder, or the one to go on with; its recorded settings must allow the new ones."""
-    if resume is None:
-        return RunFolder.create(config.run.name, config.run.folder)
-    folder = RunFolder.newest(config.run.name) if str(resume) == NEWEST else RunFolder.open(resume)
+def _folder_to_resume(config: Config, resume: str | Path) -> RunFolder:
+    """The run folder to go on with; its recorded settings must allow the new ones. The newest run of a run file that names a folder is
+    the one there."""
+    if str(resume) != NEWEST:
+        folder = RunFolder.open(resume)
+    elif config.run.folder is not None:
+        folder = RunFolder.open(config.run.folder)
+    else:
+        folder = RunFolder.newest(config.run.name)
     recorded = load_config([folder.config], reward_given=True, checked=False).config
     check_resume(recorded, config, str(folder.path))
+    return folder
+
+
+def _hold(held: contextlib.ExitStack, folder: RunFolder) -> RunFolder:
+    """Lock the folder before anything in it is touched, until the run has ended."""
+    held.callback(folder.lock().release)
     return folder
 
 

@@ -51,7 +51,9 @@ def start_run(ledger: Ledger, folder: Path, config: Config, identity: Identity, 
     Raises ResumeError where data or settings that make the run differ, CheckpointError where no checkpoint verifies and the groups needed
     to start over are gone.
     """
-    checkpoints.sweep(folder)
+    if ledger.last_seq > 0:
+        _check_identity(ledger, config, identity)
+    checkpoints.sweep(folder)  # what is refused up to here has changed nothing
     if ledger.last_seq == 0:
         if rewind is not None:
             raise ResumeError(f"there is no step {rewind} to rewind to: the run in {folder.parent} has not started")
@@ -59,7 +61,6 @@ def start_run(ledger: Ledger, folder: Path, config: Config, identity: Identity, 
         state = RunState()
         event = _started(state, config, identity, start, incarnation=1, run_id=uuid.uuid4().hex)
     else:
-        _check_identity(ledger, config, identity)
         state = fold(event for _, _, _, event in ledger.live_events())
         start = _rewind(ledger, folder, state, rewind) if rewind is not None else _resume(ledger, folder, state, config)
         if start.kind == "deterministic_resume":

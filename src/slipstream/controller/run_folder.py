@@ -16,6 +16,7 @@ import shutil
 import time
 from pathlib import Path
 
+from slipstream.config import Config, save_config
 from slipstream.errors import RunFolderError
 
 LEDGER = "ledger.sqlite"
@@ -80,6 +81,11 @@ class RunFolder:
         if not found:
             raise RunFolderError(f"there is no run named {name!r} in {Path(root).absolute()}; give its folder instead")
         return cls.open(max(found, key=lambda p: _age_key(p.name)))
+
+    def save_config(self, config: Config) -> None:
+        """Write the resolved settings into the folder."""
+        with _os_errors(self.path):
+            save_config(config, self.config)
 
     def lock(self) -> RunFolder:
         """Take the folder for this process; the kernel gives it back when the process ends, however it ends."""
