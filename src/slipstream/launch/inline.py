@@ -9,8 +9,11 @@ recorded, and running groups are handed out again with those, so the uninterrupt
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from slipstream.controller.controller import Controller
 from slipstream.engines.embedded.client import InProcessClient
@@ -36,12 +39,36 @@ BLOCKED_DEADLINE_S = 900.0  # nothing can run and no outside call is out: only t
 async def run_inline(context: RunContext, controller: Controller, rewards: Sequence[Callable[..., Any]]) -> None:
     """Run to the end, or raise the error of the role that ended it. `rewards` are callables besides those of the settings."""
     scorers = make_scorers(context.config.reward, rewards)
-    slots = [MemoryFile.create(f"weights-{i}") for i in range(controller.core.broker.num_slots)]
-    run = InlineRun(context, controller, slots)
+    with _threads(context.config.engine.threads), _weight_slots(controller.core.broker.num_slots) as slots:
+        run = InlineRun(context, controller, slots)
+        try:
+            await run.run(scorers)
+        finally:
+            await run.close()
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """The engine's thread count for everything but the trainer's steps, which set their own and give this one back.
+
+    torch's own default is the number of cores, and with it the bits of a result would depend on the machine.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
-        await run.run(scorers)
+        yield
     finally:
-        await run.close()
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _weight_slots(count: int) -> Iterator[list[MemoryFile]]:
+    """The memory of the weight slots, closed however the run ends, also while it loads."""
+    slots: list[MemoryFile] = []
+    try:
+        slots.extend(MemoryFile.create(f"weights-{i}") for i in range(count))
+        yield slots
+    finally:
         for slot in slots:
             slot.close()
 

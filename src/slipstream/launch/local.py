@@ -33,12 +33,14 @@ async def run_local(context: RunContext, controller: Controller, rewards: Sequen
     """Run to the end, or raise the error of the role that ended it."""
     with private_directory() as folder:
         run = LocalRun(context, controller, folder)
-        server = await serve(controller, controller_socket(folder), on_failed=run.supervisor.report)
         try:
-            await run.run(rewards)
+            server = await serve(controller, controller_socket(folder), on_failed=run.supervisor.report)
+            try:
+                await run.run(rewards)
+            finally:
+                await run.supervisor.stop()
+                await server.close()
         finally:
-            await run.supervisor.stop()
-            await server.close()
             run.close()
 
 

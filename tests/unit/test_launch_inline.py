@@ -1,0 +1,71 @@
+"""What the inline launcher holds and sets in its process, and that it gives all of it back. Without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.config.settings import Config
+from slipstream.errors import ModelError
+from slipstream.launch import inline
+from slipstream.launch.inline import InlineRun, run_inline
+
+
+def descriptors() -> list[str]:
+    return sorted(os.readlink(f"/proc/self/fd/{d}") for d in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{d}"))
+
+
+def start(monkeypatch: pytest.MonkeyPatch, build_engine: Any, run: Any = None) -> None:
+    monkeypatch.setattr(inline, "build_engine", build_engine)
+    monkeypatch.setattr(inline, "EngineWeights", lambda engine, slots: None)
+    monkeypatch.setattr(inline, "InProcessClient", lambda engine: None)
+    monkeypatch.setattr(inline, "build_trainer", lambda context, slots: (None, None))
+    if run is not None:
+        monkeypatch.setattr(InlineRun, "run", run)
+    config = Config.model_validate({"launch": "inline", "engine": {"threads": 3}})
+    controller: Any = SimpleNamespace(core=SimpleNamespace(broker=SimpleNamespace(num_slots=3)))
+    asyncio.run(run_inline(SimpleNamespace(config=config), controller, ()))  # type: ignore[arg-type]
+
+
+def test_a_model_that_does_not_load_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+
+    def fails(config: Config) -> None:
+        held.append(sum("slipstream-weights" in name for name in descriptors()))
+        raise ModelError("no such model")
+
+    threads = torch.get_num_threads()
+    with pytest.raises(ModelError, match="no such model"):
+        start(monkeypatch, fails)
+    assert held == [3]
+    assert not [name for name in descriptors() if "slipstream-weights" in name]
+    assert torch.get_num_threads() == threads
+
+
+def test_the_engine_is_proved_and_ticked_with_its_own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    engine = SimpleNamespace(has_work=lambda: True, tick=lambda: seen.append(torch.get_num_threads()))
+
+    async def one_tick(run: InlineRun, scorers: Any) -> None:
+        run._client = SimpleNamespace(feed=lambda frame: None)  # type: ignore[assignment]
+        run._worker_task = asyncio.create_task(asyncio.Event().wait())  # type: ignore[assignment]
+        run._offer = asyncio.create_task(asyncio.Event().wait())  # type: ignore[assignment]
+        await run._turn()
+
+    def build(config: Config) -> Any:
+        seen.append(torch.get_num_threads())  # the probe runs in here
+        return engine
+
+    try:
+        start(monkeypatch, build, one_tick)
+        assert seen == [3, 3]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
