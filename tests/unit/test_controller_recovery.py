@@ -352,6 +352,28 @@ def test_a_rewind_to_the_initial_model(folder):
     run(main())
 
 
+def test_a_rewind_to_the_initial_model_when_the_first_groups_are_gone(folder):
+    async def main():
+        first, _ = await live(folder, config(), outcome=flaky)
+        drawn, generated = first.core.state.next_draw, first.core.state.totals.generated_tokens
+        assert 0 not in first.core.state.batches, "covered by the checkpoints that are kept"
+        second = start(folder, config(), rewind=0)
+        totals = second.core.state.totals
+        assert (totals.trained_groups, totals.trained_samples, totals.trained_tokens, sum(totals.staleness.values())) == (0, 0, 0, 0)
+        assert totals.generated_tokens == generated == sum(totals.wasted_tokens.values())
+        assert account_of(folder).counts == {"dropped: rewound": 12, "dropped: failed": drawn - 12}
+        roles = Roles(second)
+        assert await roles.run() == "finished"
+        second.close()
+        account = account_of(folder)
+        assert account.counts == {"trained": 12, "dropped: rewound": 12, "dropped: failed": drawn - 12}
+        assert [t.row for t in roles.assigned][:4] == [{"question": account.places[g].row} for g in range(4)], "drawn from the beginning"
+        third, _ = await live(folder, config(trainer={"steps": 7}))
+        assert third.start_step == 6 and third.finished
+
+    run(main())
+
+
 def test_a_deterministic_resume_goes_on_from_a_rewind_that_was_made_since_its_checkpoint(folder):
     async def main():
         settings = config(run={"deterministic": True})

@@ -84,7 +84,8 @@ def _check_restart(state: RunState, event: ev.RunStarted) -> None:
         event.groups_per_step == state.groups_per_step,
         f"groups_per_step was {state.groups_per_step} and is now {event.groups_per_step}: it is constant in a run",
     )
-    missing = [s for s in range(event.from_step, state.step) if s not in state.batches]
+    over = event.kind == "rewind" and event.from_step == 0  # needs no old batch
+    missing = [] if over else [s for s in range(event.from_step, state.step) if s not in state.batches]
     _refuse_unless(
         event.from_step <= state.step and not missing,
         f"the run cannot go on from step {event.from_step}: {state.step} steps are recorded"
@@ -94,7 +95,7 @@ def _check_restart(state: RunState, event: ev.RunStarted) -> None:
 
 def _go_back(state: RunState, step: int, point: ev.Point | None, kept: tuple[int, ...]) -> None:
     """The checkpoint at `step` is what survived: batches from there on are to be trained again, in recorded order."""
-    for later in range(step, state.step):
+    for later in [s for s in state.batches if step <= s < state.step]:
         _count_trained(state.totals, state.batches[later], -1)
     state.step = step
     state.checkpoints = [p for p in state.checkpoints if p.step < step and p.step in kept] + ([point] if point else [])
@@ -107,12 +108,14 @@ def _go_back(state: RunState, step: int, point: ev.Point | None, kept: tuple[int
 def _rewind(state: RunState, event: ev.RunStarted) -> None:
     """What was admitted after the checkpoint, and what it had not trained, is dropped; its prompts are drawn again."""
     point = event.point or ev.Point(step=0, ledger_seq=0, next_draw=0, position=0)
-    batched = [m for s in range(event.from_step, state.next_batch) for m in state.batches[s].members]
+    batched = [m for s, batch in state.batches.items() if s >= event.from_step for m in batch.members]
     gone = sorted([*batched, *state.live.values()], key=lambda g: g.group_id)
     for group in gone:
         state.totals.dropped[REWOUND] += 1
         state.totals.wasted_tokens[REWOUND] += group.num_tokens
-    for step in range(event.from_step, state.next_batch):
+    if event.from_step == 0:
+        _uncount_covered(state.totals)
+    for step in [s for s in state.batches if s >= event.from_step]:
         del state.batches[step]
     state.next_batch = event.from_step
     state.live.clear()
@@ -121,6 +124,16 @@ def _rewind(state: RunState, event: ev.RunStarted) -> None:
     state.passed.clear()
     state.position = point.position
     state.redraw = deque([*point.redraw, *(g.position for g in gone if g.group_id < point.next_draw)])
+
+
+def _uncount_covered(totals: Totals) -> None:
+    """Back to the initial model: of batches that every kept checkpoint covered the state holds no groups any more, only what the totals
+    still count as trained after all others were taken out."""
+    totals.dropped[REWOUND] += totals.trained_groups
+    totals.wasted_tokens[REWOUND] += totals.generated_tokens - sum(totals.wasted_tokens.values())
+    totals.trained_groups = totals.trained_samples = totals.trained_tokens = 0
+    totals.several_versions = totals.masked_tokens = totals.skipped_steps = 0
+    totals.staleness.clear()
 
 
 def _settings_changed(state: RunState, event: ev.SettingsChanged) -> None:
