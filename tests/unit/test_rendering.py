@@ -167,16 +167,9 @@ def test_a_template_that_refuses_the_role_says_so():
         renderer(STRICT).continuation(0, [{"role": "tool", "content": "x"}])
 
 
-class GenerationConfig:
-    def __init__(self, eos):
-        self.eos_token_id = eos
-
-
-def test_stop_tokens_are_those_of_tokenizer_generation_config_and_template():
+def test_stop_tokens_are_those_of_tokenizer_and_template():
     render = renderer(CHATML)
     eos, end = id_of(render, "<|eos|>"), id_of(render, "<|im_end|>")
     assert render.stop_token_ids() == tuple(sorted({eos, end}))
-    assert render.stop_token_ids(GenerationConfig([7, eos])) == tuple(sorted({7, eos, end}))
-    assert render.stop_token_ids(GenerationConfig(7)) == tuple(sorted({7, eos, end}))
     assert renderer(LABELS).stop_token_ids() == (eos,)  # a newline ends no turn
     assert renderer(HIDES).stop_token_ids() == (eos,)

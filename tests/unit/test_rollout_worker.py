@@ -585,10 +585,9 @@ def test_a_stop_cancels_an_evaluation_and_unpins():
         worker = make_worker(controller, engine, config())
         running = asyncio.create_task(worker.run())
         await asyncio.wait_for(reached.wait(), 5)
-        assert worker.evaluating
         await worker.stop(0)
         await running
-        assert engine.unpins == 1 and not controller.results and not worker.evaluating
+        assert engine.unpins == 1 and not controller.results
         assert not controller.chunks  # evaluations are not recorded token by token
 
     asyncio.run(main())

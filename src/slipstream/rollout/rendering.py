@@ -72,13 +72,10 @@ class Renderer:
         """The text of sampled tokens, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def stop_token_ids(self, generation_config: Any = None) -> tuple[int, ...]:
-        """Tokens that end a turn: the tokenizer's and the generation config's end tokens and the template's own end of turn."""
-        ids: set[int] = set()
-        for eos in (getattr(self.tokenizer, "eos_token_id", None), getattr(generation_config, "eos_token_id", None)):
-            ids.update(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
-        closing = self._closing_token()
-        return tuple(sorted(ids if closing is None else ids | {closing}))
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn: the tokenizer's end token and the template's own end of turn."""
+        ids = {getattr(self.tokenizer, "eos_token_id", None), self._closing_token()}
+        return tuple(sorted(token for token in ids if token is not None))
 
     def _closing_token(self) -> int | None:
         """The special token with which the template ends an assistant turn, if it does."""

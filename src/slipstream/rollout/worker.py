@@ -41,8 +41,8 @@ class RolloutWorker:
     controller, engine: clients of the other roles. tokenizer: as transformers gives it, with a chat template. scorers: see
     `scoring.scorers.make_scorers`; `close` closes them. max_context: tokens of prompt and completion that the engine can hold. external:
     how scorers and environments are called (TickedCalls in deterministic runs). progress: where the worker says what it owes.
-    stop_token_ids: the model's own, added to those of its tokenizer and chat template. capacity_groups: groups at work at most, engine
-    slots aside. make_environment: row to environment, by the settings by default.
+    stop_token_ids: the model's own, added to those of its tokenizer and chat template. make_environment: row to environment, by the
+    settings by default.
     """
 
     def __init__(
@@ -58,14 +58,12 @@ class RolloutWorker:
         progress: Progress | None = None,
         seed: int | None = None,
         stop_token_ids: tuple[int, ...] = (),
-        capacity_groups: int | None = None,
         make_environment: Callable[[dict[str, Any]], Environment] | None = None,
     ):
         self._controller, self._engine, self._config, self._scorers = controller, engine, config, list(scorers)
         self._renderer = Renderer(tokenizer, max_context)
         self.stop_token_ids = tuple(sorted({*stop_token_ids, *self._renderer.stop_token_ids()}))
         self._recorder = PrefixRecorder(controller)
-        self._capacity_groups = capacity_groups
         calls = external or FreeCalls()
         if progress is not None:
             calls = WatchedCalls(calls, progress, _longest_call_s(config))
@@ -83,15 +81,6 @@ class RolloutWorker:
         self._groups = GroupRunner(rollouts, self._scorers, calls, deterministic=config.run.deterministic)
         self._begin()
         self._stopped.set()
-
-    @property
-    def evaluating(self) -> bool:
-        """An evaluation is under way."""
-        return bool(self._evaluations)
-
-    @property
-    def num_running_groups(self) -> int:
-        return len(self._running)
 
     async def run(self) -> None:
         """Work until stopped. Raises the error of whatever task failed first; ConfigError for a reward that does not load."""
@@ -112,10 +101,6 @@ class RolloutWorker:
         self._grace_s = grace_s
         self._stopping.set()
         await self._stopped.wait()  # bounded: the grace, one call to the controller, and clean-ups with deadlines
-
-    async def save_prefixes(self) -> None:
-        """Record the tokens sampled so far in all running sequences."""
-        await self._recorder.flush()
 
     async def close(self) -> None:
         """Close the scorers."""
@@ -169,8 +154,7 @@ class RolloutWorker:
         """Groups that may start: enough to fill the free engine slots, and a few more."""
         size = self._config.rollout.group_size
         free = self._config.engine.slots + LOOK_AHEAD_GROUPS * size - self._num_sequences
-        room = -(-free // size)
-        return room if self._capacity_groups is None else min(room, self._capacity_groups - len(self._running))
+        return -(-free // size)
 
     def _take(self, work: Work) -> None:
         for assignment in work.assignments:
