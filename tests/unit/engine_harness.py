@@ -96,6 +96,11 @@ class Driver:
         self.requests: dict[int, GenerateRequest] = {}
         self.num_prefill_tokens = 0
 
+    @property
+    def num_running(self) -> int:
+        """Sequences in slots of the live weights."""
+        return len(self.engine._live.running)
+
     def submit(self, *requests: GenerateRequest) -> list[int]:
         handles = [self.engine.submit(r) for r in requests]
         for handle, r in zip(handles, requests, strict=True):

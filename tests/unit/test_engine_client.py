@@ -76,7 +76,7 @@ def test_cancelling_the_awaiting_task_frees_the_slot(model) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert engine.num_running == 0
+        assert engine._live.running == []
         assert engine._live.blocks.num_taken == 0
         assert len(client._router) == 0
 

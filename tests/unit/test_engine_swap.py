@@ -103,27 +103,6 @@ def test_a_permit_newer_than_the_prompt_makes_the_prompt_anew() -> None:
     assert driver.engine._live.blocks.num_taken == 0
 
 
-def test_reprefill_makes_running_sequences_the_new_weights_own() -> None:
-    model = tiny_model()
-    driver = Driver(make_engine(model))
-    handles = driver.submit(*(request(0, s, prompt(18), 16) for s in range(3)))
-    for _ in range(7):
-        driver.tick()
-    change_weights(model)
-    new = plain(model)
-    driver.engine.set_version(1, 1, "sum-1")
-    driver.engine.reprefill()
-    driver.drain()
-    for handle in handles:
-        generation = driver.generations[handle]
-        assert generation.prefill_version == (1, 1)
-        generation.token_ids, tokens = generation.token_ids[:0], generation.token_ids
-        logits = new(input_ids=torch.tensor([driver.ids(handle) + tokens]), use_cache=False).logits[0, 17 + 7 : -1]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[7:])[:, None])[:, 0]
-        assert (expected - torch.tensor(generation.logprobs[7:])).abs().max() < 1e-4
-    assert driver.engine._live.blocks.num_taken == 0
-
-
 def test_no_work_before_the_first_weights() -> None:
     driver = Driver(make_engine(tiny_model(), version=-1))
     driver.submit(request(0, 0, prompt(5), 2))
@@ -131,7 +110,7 @@ def test_no_work_before_the_first_weights() -> None:
     assert len(driver.tick().handles) == 0
     driver.engine.set_version(1, 0, "sum-0")
     driver.drain()
-    assert driver.engine.num_running == 0
+    assert driver.num_running == 0
 
 
 def evaluation(group: int, sample: int, ids, new: int = 8, **fields):

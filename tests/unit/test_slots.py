@@ -39,9 +39,9 @@ class Shadow:
             slot = broker.begin_write()
             self.bytes[slot] = None
         elif action == "publish":
-            if broker.writing is None:
+            if broker._writing is None:
                 return
-            slot = broker.writing
+            slot = broker._writing
             broker.publish(slot, manifest(self.version))
             self.bytes[slot] = self.version
             self.version += 1

@@ -41,11 +41,6 @@ class SlotBroker:
         """The newest complete weights; None before the first `publish`."""
         return None if self._newest is None else self._manifests[self._newest]
 
-    @property
-    def writing(self) -> int | None:
-        """The slot that is being written; None between `publish` and `begin_write`."""
-        return self._writing
-
     def leased(self, engine_id: str) -> WeightsOffer | None:
         """What this engine holds a lease on."""
         slot = self._leases.get(engine_id)

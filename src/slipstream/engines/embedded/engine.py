@@ -68,19 +68,6 @@ class EmbeddedEngine:
 
     # ---- requests ----------------------------------------------------------------------------------------------------------
 
-    @property
-    def num_running(self) -> int:
-        """Sequences in slots of the live weights."""
-        return self.slots - self._live.num_free_slots
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._live.waiting)
-
-    @property
-    def num_free_slots(self) -> int:
-        return self._live.num_free_slots
-
     def submit(self, request: GenerateRequest) -> int:
         """Queue a request; its handle, by which frames name it. A key that is queued or running already gives the same handle.
 
@@ -172,10 +159,6 @@ class EmbeddedEngine:
             raise ValueError("the live weights are pinned without a copy; unpin before they change")
         self.version = (incarnation, version)
         self.checksum = checksum
-
-    def reprefill(self) -> None:
-        """Drop all keys and values of the live stream; the next ticks make those of running sequences anew, under the live weights."""
-        self._live.requeue_running()
 
     def pin(self, *, share: bool = False) -> tuple[int, int, str]:
         """Copy the live weights for EVAL requests; (incarnation, version, checksum) of the copy. ValueError if one is pinned already.

@@ -48,10 +48,6 @@ class PromptStore:
         if prompt is not None:
             self._blocks.give_back(prompt.blocks)
 
-    def drop_all(self) -> None:
-        for key in list(self._prompts):
-            self.drop(key)
-
     def evict_one(self, keep: tuple | None) -> bool:
         """Take one prompt's blocks back, never that of `keep`; those that no running sequence uses first. False if there is none."""
         for key in sorted((k for k in self._prompts if k != keep), key=lambda k: k in self._running):

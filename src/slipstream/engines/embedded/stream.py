@@ -78,10 +78,6 @@ class Stream:
         """In slot order, which is also the order of rows."""
         return [s for s in self._slots if s is not None]
 
-    @property
-    def num_free_slots(self) -> int:
-        return sum(s is None for s in self._slots)
-
     def has_work(self, version: int) -> bool:
         """Whether a tick at this version would do anything."""
         return any(self._slots) or any(s.request.min_version <= version for s in self.waiting.values())
@@ -98,16 +94,6 @@ class Stream:
         else:
             del self.waiting[sequence.handle]
         self.prompts.leave(sequence, was_running=running)
-
-    def requeue_running(self) -> None:
-        """Drop every key and value; running sequences wait again, before the others, and are prefilled whole by the next ticks."""
-        running = self.running
-        for sequence in running:
-            self._vacate(sequence)
-            self.prompts.leave(sequence, was_running=True)
-            self.prompts.wait(sequence)
-        self.prompts.drop_all()
-        self.waiting = {s.handle: s for s in running} | self.waiting
 
     # ---- one tick ----------------------------------------------------------------------------------------------------------
 
