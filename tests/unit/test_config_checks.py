@@ -112,6 +112,7 @@ def test_arithmetic_of_the_settings() -> None:
     assert numbers.epochs == 2.0
     first = numbers.lines()[0]
     assert "4 groups x 8 rollouts = 32 samples per optimizer step, at most 8 groups in flight, worst staleness 2" in first
+    assert first.endswith(", tokens older than 1 are masked")
 
 
 def test_a_synchronous_run_has_no_staleness() -> None:

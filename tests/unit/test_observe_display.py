@@ -1,5 +1,6 @@
 """What people see of a run: the panel, the plain lines, the report."""
 
+import doctest
 import io
 
 import pytest
@@ -8,12 +9,13 @@ from rich.console import Console
 from slipstream.config import Config
 from slipstream.controller import events as ev
 from slipstream.controller.state import LiveGroup, RunState
+from slipstream.observe import grid
 from slipstream.observe import state as words
 from slipstream.observe.account import account, print_account
 from slipstream.observe.display import LiveDisplay, PlainDisplay, open_display, panel, step_text
 from slipstream.observe.report import print_report
 from slipstream.observe.samples import SamplesFile
-from slipstream.observe.summary import quantile, summarize
+from slipstream.observe.summary import summarize
 from slipstream.types import EvalItem, EvalResult
 
 LINE = {
@@ -47,7 +49,7 @@ class Clock:
 
 
 def make_state(clock=None):
-    return words.RunState.of(Config.model_validate({"trainer": {"steps": 100}}), "runs/run-1", clock or Clock())
+    return words.DisplayState.of(Config.model_validate({"trainer": {"steps": 100}}), "runs/run-1", clock or Clock())
 
 
 def rendered(renderable, width):
@@ -65,7 +67,7 @@ def test_panel_shows_what_is_promised():
     state.on_evaluation({"version": 0, "eval_reward": 0.25})
     state.on_evaluation({"version": 25, "eval_reward": 0.61})
     text = rendered(panel(state, 120), 120)
-    for expected in ("42/100", "0.812", "0.250 → 0.610", "mean 0.61", "p99 1", "max 1 (bound 2)", "trainer 12 %", "rollout 4 %"):
+    for expected in ("42/100", "0.812", "0.250 → 0.610", "mean 0.61", "p99 1", "max 1 (limit 1, bound 2)", "trainer 12 %", "rollout 4 %"):
         assert expected in text
     for expected in ("generated 2 341", "trained 987", "buffer 3 groups", "6/8", "weight sync 12 ms", "entropy 0.512"):
         assert expected in text
@@ -171,6 +173,12 @@ def test_summary_numbers():
     assert s["trainer_idle_fraction"] == 0.25 and s["rollout_idle_fraction"] == 0.05 and s["evaluation_fraction"] == 0.1
     assert s["staleness_mean"] == pytest.approx(2 / 7) and s["staleness_max"] == 1 and s["staleness_bound"] == 1
     assert s["rollouts_with_several_versions"] == 9
+    wide = {"trainer": {"groups_per_step": 2}, "buffer": {"window": 3}}
+    limits = [
+        summarize(finished_run(), Config.model_validate(wide | {"buffer": {"window": 3, "on_stale": how}}), "runs/x", 1.0)
+        for how in ("mask_tokens", "keep")
+    ]
+    assert [numbers["staleness_limit"] for numbers in limits] == [1, 2]
 
 
 def test_summary_of_a_run_without_a_step_has_none_not_zero():
@@ -194,7 +202,12 @@ def test_account_explains_every_group():
     console = Console(file=io.StringIO(), width=120)
     print_account(numbers, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "each is accounted for" in text and "wasted: zero variance" in text and "█" in text
+    assert not [line for line in text.splitlines() if line != line.rstrip()]
+    assert (
+        "trained   20\nfiltered   1\nrunning    1\ndrawn     22  each is accounted for" in text
+        and "rollouts with several versions: 9 of 80 trained" in text
+    )
+    assert "wasted: zero variance" in text and "█" in text
 
 
 def test_account_tells_a_lost_group():
@@ -216,11 +229,13 @@ def test_report_shows_the_same_prompts_before_and_after(tmp_path):
     config = Config.model_validate({"trainer": {"steps": 20, "groups_per_step": 2}})
     print_report(summarize(finished_run(), config, str(tmp_path), 30.0), stream)
     text = stream.getvalue()
+    assert not [line for line in text.splitlines() if line != line.rstrip()]
+    assert "(bound 1); rollouts with several versions: 9" in text
     assert text.count("4132") == 2 and text.count("1234") == 2 and "sort 1" in text
     assert "0.200 → 0.800" in text
     assert "stopped after 10 of 20 steps" in text and f"slipstream train --resume {tmp_path}" in text
 
 
-def test_quantile():
-    counts = finished_run().totals.staleness
-    assert quantile(counts, 0.5) == 0 and quantile(counts, 0.99) == 1
+def test_the_example_of_a_grid():
+    result = doctest.testmod(grid)
+    assert result.attempted == 1 and result.failed == 0

@@ -12,7 +12,7 @@ from slipstream.observe import sinks
 from slipstream.observe.metrics import MetricsFile, read_metrics
 from slipstream.observe.observer import RunObserver, open_observer
 from slipstream.observe.samples import SamplesFile, read_samples
-from slipstream.observe.state import RunState
+from slipstream.observe.state import DisplayState
 from slipstream.types import EvalItem, EvalResult
 
 LINE = {"step": 0, "version": 1, "incarnation": 1, "reward_mean": 0.5}
@@ -60,7 +60,7 @@ class Recorder:
 
 
 def make_observer(folder, display, sink):
-    state = RunState.of(Config(), str(folder))
+    state = DisplayState.of(Config(), str(folder))
     return RunObserver(folder, state, (MetricsFile(folder), SamplesFile(folder, 2)), display, [sink])
 
 

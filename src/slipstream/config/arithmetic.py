@@ -16,7 +16,23 @@ DEFAULT_MAX_CONTEXT = 4096  # tokens; the model's own limit if that is smaller
 
 def max_groups_in_flight(config: Config) -> int:
     """Groups admitted and not yet trained and synced, at most: (S+1) x P."""
-    return (config.buffer.max_staleness + 1) * config.trainer.groups_per_step
+    from slipstream.controller.admission import num_slots  # its home; imported here to keep config a leaf
+
+    return num_slots(config.buffer.max_staleness, config.trainer.groups_per_step)
+
+
+def staleness_bound(config: Config) -> int:
+    """The oldest a token can be when its batch is trained; older ones end the run."""
+    from slipstream.controller.admission import default_window, worst_staleness
+
+    stale, per_step = config.buffer.max_staleness, config.trainer.groups_per_step
+    return worst_staleness(stale, per_step, config.buffer.window or default_window(stale, per_step))
+
+
+def staleness_limit(config: Config) -> int:
+    """The oldest token that is trained: S where older ones are masked from the loss, else the bound."""
+    masked = config.buffer.on_stale == "mask_tokens"
+    return min(config.buffer.max_staleness, staleness_bound(config)) if masked else staleness_bound(config)
 
 
 def max_context_tokens(config: Config) -> int:
@@ -37,7 +53,8 @@ class Arithmetic:
     max_groups_in_flight: int
     max_rollouts_in_flight: int
     window: int
-    worst_staleness: int
+    worst_staleness: int  # of any token; one that is older ends the run
+    staleness_limit: int  # of a trained token: older ones are masked
     engine_slots: int
     max_new_tokens_per_rollout: int
     max_new_tokens_per_step: int
@@ -55,7 +72,8 @@ class Arithmetic:
         """The same for people, one sentence a line."""
         return [
             f"{_count(self.groups_per_step, 'group')} x {_count(self.group_size, 'rollout')} = {self.samples_per_step:,} samples per "
-            f"optimizer step, at most {_count(self.max_groups_in_flight, 'group')} in flight, worst staleness {self.worst_staleness}",
+            f"optimizer step, at most {_count(self.max_groups_in_flight, 'group')} in flight, worst staleness {self.worst_staleness}"
+            f"{self._masked_note()}",
             f"{_count(self.steps, 'step')}: {self.groups:,} groups, {self.samples:,} samples{self._epochs()}",
             f"at most {self.max_rollouts_in_flight:,} rollouts in flight for {_count(self.engine_slots, 'engine slot')}"
             f"{self._slots_note()}, window {self.window}",
@@ -68,6 +86,9 @@ class Arithmetic:
     def _epochs(self) -> str:
         return f", {self.epochs:.2f} epochs over {self.rows:,} rows" if self.rows and self.epochs is not None else ""
 
+    def _masked_note(self) -> str:
+        return f", tokens older than {self.staleness_limit} are masked" if self.staleness_limit < self.worst_staleness else ""
+
     def _slots_note(self) -> str:
         if self.engine_slots > self.max_rollouts_in_flight:
             return f" ({self.engine_slots - self.max_rollouts_in_flight} slots would stay free)"
@@ -76,7 +97,7 @@ class Arithmetic:
 
 def arithmetic(config: Config, num_rows: int | None = None) -> Arithmetic:
     """The numbers of this run. `num_rows`: training rows, when the data has been read."""
-    from slipstream.controller.admission import default_window, worst_staleness  # its home; imported here to keep config a leaf
+    from slipstream.controller.admission import default_window
 
     stale, per_step, size = config.buffer.max_staleness, config.trainer.groups_per_step, config.rollout.group_size
     steps, groups = config.trainer.steps, config.trainer.steps * per_step
@@ -92,7 +113,8 @@ def arithmetic(config: Config, num_rows: int | None = None) -> Arithmetic:
         max_groups_in_flight=max_groups_in_flight(config),
         max_rollouts_in_flight=max_groups_in_flight(config) * size,
         window=window,
-        worst_staleness=worst_staleness(stale, per_step, window),
+        worst_staleness=staleness_bound(config),
+        staleness_limit=staleness_limit(config),
         engine_slots=config.engine.slots,
         max_new_tokens_per_rollout=min(new_tokens, max_context_tokens(config) - 1),
         max_new_tokens_per_step=per_step * size * min(new_tokens, max_context_tokens(config) - 1),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from slipstream.controller.metrics_line import staleness_stats
 from slipstream.controller.state import RunState
+from slipstream.observe.grid import grid
 from slipstream.observe.state import duration, number, percent
-from slipstream.observe.summary import mean, quantile, ratio
+from slipstream.observe.summary import ratio
 from slipstream.types import GroupStatus
 
 BAR_WIDTH = 30  # characters of the longest bar
@@ -37,9 +38,7 @@ def account(state: RunState) -> dict[str, Any]:
         "checkpoints": [point.step for point in state.checkpoints],
         "groups": groups,
         "staleness_tokens": {str(k): totals.staleness[k] for k in sorted(totals.staleness)},
-        "staleness_mean": mean(totals.staleness),
-        "staleness_p99": quantile(totals.staleness, 0.99),
-        "staleness_max": max(totals.staleness, default=None),
+        **staleness_stats(totals.staleness),
         "trained_samples": totals.trained_samples,
         "rollouts_with_several_versions": totals.several_versions,
         "tokens": {
@@ -75,7 +74,7 @@ def print_account(account: dict[str, Any], console: Console) -> None:
     if staleness:
         console.print(
             f"mean {number(account['staleness_mean'], 2)}, p99 {account['staleness_p99']}, max {account['staleness_max']}; "
-            f"{account['rollouts_with_several_versions']} of {account['trained_samples']} trained rollouts hold several versions"
+            f"rollouts with several versions: {account['rollouts_with_several_versions']} of {account['trained_samples']} trained"
         )
     _heading(console, "tokens")
     console.print(_tokens(account["tokens"]))
@@ -88,20 +87,17 @@ def print_account(account: dict[str, Any], console: Console) -> None:
     console.print(_evaluations(account) if account["evaluations"] else "none")
 
 
-def bars(counts: dict[str, float]) -> Table:
+def bars(counts: dict[str, float]) -> Text:
     """One line per key: name, count, share, bar."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column(justify="right")
+    rows = []
     total, longest = sum(counts.values()), max(counts.values())
     for name, count in counts.items():
         width = 0 if longest == 0 else max(1 if count else 0, round(BAR_WIDTH * count / longest))
-        table.add_row(name, number(count, 0), percent(ratio(count, total)), Text("█" * width, style="cyan"))
-    return table
+        rows.append([name, number(count, 0), percent(ratio(count, total)), Text("█" * width, style="cyan")])
+    return grid(rows, right=(1, 2))
 
 
-def _groups(groups: dict[str, Any]) -> Table:
+def _groups(groups: dict[str, Any]) -> Text:
     dropped = groups["dropped"]
     rows = {
         "trained": groups["trained"],
@@ -111,18 +107,13 @@ def _groups(groups: dict[str, Any]) -> Table:
         "finished, in the buffer": groups["finished"],
         "running": groups["running"],
     }
-    table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column(justify="right")
-    for name, count in rows.items():
-        if count or name == "trained":
-            table.add_row(name, number(count, 0))
+    lines: list[list[Text | str]] = [[name, number(count, 0)] for name, count in rows.items() if count or name == "trained"]
     verdict = "each is accounted for" if groups["lost"] == 0 else f"{groups['lost']} ARE NOT ACCOUNTED FOR: the ledger is damaged"
-    table.add_row("drawn", number(groups["drawn"], 0), Text(verdict, style="dim" if groups["lost"] == 0 else "bold red"))
-    return table
+    lines.append(["drawn", number(groups["drawn"], 0), Text(verdict, style="dim" if groups["lost"] == 0 else "bold red")])
+    return grid(lines, right=(1,))
 
 
-def _tokens(tokens: dict[str, Any]) -> Table:
+def _tokens(tokens: dict[str, Any]) -> Text:
     rows: dict[str, float] = {"trained": tokens["trained"]}
     if tokens["masked_stale"]:
         rows["masked: too stale"] = tokens["masked_stale"]
@@ -133,27 +124,24 @@ def _tokens(tokens: dict[str, Any]) -> Table:
     return bars(rows)
 
 
-def _time(idle: dict[str, float]) -> Table:
-    table = Table.grid(padding=(0, 2))
+def _time(idle: dict[str, float]) -> Text:
     rows = [
         ("trainer waited for a batch", idle["trainer_wait_s"], idle["trainer_active_s"]),
         ("rollout: free slots, gate closed", idle["rollout_gate_closed_s"], idle["active_s"]),
         ("engine on evaluations", idle["evaluation_s"], idle["active_s"]),
     ]
-    for name, seconds, whole in rows:
-        table.add_row(name, f"{number(seconds, 1)} s", percent(ratio(seconds, whole)))
-    table.add_row("first admission to last step", duration(idle["active_s"]), "")
-    return table
+    lines = [[name, f"{number(seconds, 1)} s", percent(ratio(seconds, whole))] for name, seconds, whole in rows]
+    return grid([*lines, ["first admission to last step", duration(idle["active_s"])]])
 
 
-def _evaluations(account: dict[str, Any]) -> Table:
-    table = Table.grid(padding=(0, 2))
+def _evaluations(account: dict[str, Any]) -> Text:
+    lines = []
     for e in account["evaluations"]:
         failed = f"{e['failed']} failed" if e["failed"] else ""
-        table.add_row(f"version {e['version']}", f"reward {number(e['reward'])}", f"{number(e['duration_s'], 1)} s", failed)
+        lines.append([f"version {e['version']}", f"reward {number(e['reward'])}", f"{number(e['duration_s'], 1)} s", failed])
     if account["evaluations_skipped"]:
-        table.add_row(f"{account['evaluations_skipped']} skipped", "", "", "")
-    return table
+        lines.append([f"{account['evaluations_skipped']} skipped"])
+    return grid(lines)
 
 
 def _heading(console: Console, text: str) -> None:

@@ -12,13 +12,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.observe.state import RunState, duration, milliseconds, number, one_line, percent, sparkline
+from slipstream.observe.state import DisplayState, bound_text, duration, milliseconds, number, one_line, percent, sparkline
 
 REFRESH_PER_S = 2  # the panel is drawn by rich's own thread: often enough for a clock, too seldom to cost anything
 
 
 class Display(Protocol):
-    """Shows a `RunState` that has just changed."""
+    """Shows a `DisplayState` that has just changed."""
 
     def start(self) -> None: ...
 
@@ -31,7 +31,7 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-def open_display(state: RunState, stream: IO[str]) -> Display:
+def open_display(state: DisplayState, stream: IO[str]) -> Display:
     """A live panel where `stream` is a terminal, else plain lines."""
     console = Console(file=stream, highlight=False)
     return LiveDisplay(state, console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(state, stream)
@@ -54,7 +54,7 @@ class Silent:
 class PlainDisplay:
     """One line per step and per evaluation, flushed, for logs and pipes."""
 
-    def __init__(self, state: RunState, stream: IO[str]):
+    def __init__(self, state: DisplayState, stream: IO[str]):
         self._state, self._stream = state, stream
 
     def start(self) -> None:
@@ -78,7 +78,7 @@ class PlainDisplay:
 class LiveDisplay:
     """A panel that is drawn in place; notes scroll by above it."""
 
-    def __init__(self, state: RunState, console: Console):
+    def __init__(self, state: DisplayState, console: Console):
         self._state, self._console = state, console
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=REFRESH_PER_S)
 
@@ -99,14 +99,14 @@ class LiveDisplay:
         return panel(self._state, self._console.width)
 
 
-def step_text(state: RunState) -> str:
+def step_text(state: DisplayState) -> str:
     """The plain line of the newest step."""
     m = state.line
     parts = [
         f"step {state.done}/{state.steps}",
         f"reward {number(m.get('reward_mean'))}",
         f"staleness {number(m.get('staleness_mean'), 2)} p99 {_whole(m.get('staleness_p99'))} max {_whole(m.get('staleness_max'))}"
-        f" (bound {_whole(m.get('staleness_bound'))})",
+        f" {bound_text(state.staleness_limit, m.get('staleness_bound'))}",
         f"idle trainer {percent(m.get('trainer_idle_fraction'))} rollout {percent(m.get('rollout_idle_fraction'))}",
         f"tokens/s {number(m.get('generated_tokens_per_s'), 0)} generated {number(m.get('trained_tokens_per_s'), 0)} trained",
         f"buffer {_whole(m.get('buffer_groups'))}, in flight {_whole(m.get('slots_taken'))}/{_whole(m.get('slots', state.slots))}",
@@ -127,7 +127,7 @@ def evaluation_text(line: dict[str, Any]) -> str:
     )
 
 
-def panel(state: RunState, width: int) -> Panel:
+def panel(state: DisplayState, width: int) -> Panel:
     """The live panel: progress, then one row per question a person asks while the run goes on."""
     m = state.line
     rows = Table.grid(padding=(0, 2), expand=True)
@@ -135,7 +135,7 @@ def panel(state: RunState, width: int) -> Panel:
     rows.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     rows.add_row("step", _progress(state, width))
     rows.add_row("reward", _reward(state, max(8, width - 60)))
-    rows.add_row("staleness", _staleness(m))
+    rows.add_row("staleness", _staleness(m, state.staleness_limit))
     rows.add_row("idle", _pairs(("trainer", percent(m.get("trainer_idle_fraction"))), ("rollout", percent(m.get("rollout_idle_fraction")))))
     rows.add_row(
         "tokens/s",
@@ -163,7 +163,7 @@ def panel(state: RunState, width: int) -> Panel:
     return Panel(Group(rows), title=title, title_align="left", box=box.ROUNDED, padding=(0, 1), border_style="cyan")
 
 
-def _progress(state: RunState, width: int) -> Table:
+def _progress(state: DisplayState, width: int) -> Table:
     cells = Table.grid(padding=(0, 2))
     left = state.remaining_s
     clock = f"{duration(state.elapsed_s)} elapsed" + ("" if left is None else f", about {duration(left)} left")
@@ -172,7 +172,7 @@ def _progress(state: RunState, width: int) -> Table:
     return cells
 
 
-def _reward(state: RunState, spark_width: int) -> Text:
+def _reward(state: DisplayState, spark_width: int) -> Text:
     text = Text.assemble(
         (number(state.line.get("reward_mean")), "bold green"), "  ", (sparkline(list(state.rewards), spark_width), "green")
     )
@@ -186,11 +186,11 @@ def _reward(state: RunState, spark_width: int) -> Text:
     return text
 
 
-def _staleness(m: dict[str, Any]) -> Text:
+def _staleness(m: dict[str, Any], limit: int) -> Text:
     text = _pairs(
         ("mean", number(m.get("staleness_mean"), 2)), ("p99", _whole(m.get("staleness_p99"))), ("max", _whole(m.get("staleness_max")))
     )
-    text.append(f" (bound {_whole(m.get('staleness_bound'))})", style="dim")
+    text.append(f" {bound_text(limit, m.get('staleness_bound'))}", style="dim")
     text.append("   several versions ", style="dim")
     text.append(percent(m.get("several_versions_fraction")))
     return text

@@ -12,7 +12,7 @@ from slipstream.observe.display import Display, Silent, open_display
 from slipstream.observe.metrics import MetricsFile, read_metrics
 from slipstream.observe.samples import SamplesFile, pick_rollouts, prompt_text
 from slipstream.observe.sinks import Sink, open_sinks
-from slipstream.observe.state import RunState
+from slipstream.observe.state import DisplayState
 from slipstream.types import EvalResult, Group
 
 
@@ -23,7 +23,9 @@ class RunObserver:
     note, and the others go on.
     """
 
-    def __init__(self, folder: Path, state: RunState, files: tuple[MetricsFile, SamplesFile], display: Display, sinks: Iterable[Sink] = ()):
+    def __init__(
+        self, folder: Path, state: DisplayState, files: tuple[MetricsFile, SamplesFile], display: Display, sinks: Iterable[Sink] = ()
+    ):
         self._folder, self._state, self._display = folder, state, display
         self._metrics, self._samples = files
         self._sinks = list(sinks)
@@ -95,7 +97,7 @@ def open_observer(
 
     `describe_item` gives the prompt text of an evaluation row by index. Raises ConfigError when a sink's package is missing.
     """
-    state = RunState.of(config, str(folder))
+    state = DisplayState.of(config, str(folder))
     sinks = open_sinks(list(config.metrics.sinks), folder, config.model_dump(mode="json"))
     files = (MetricsFile(folder), SamplesFile(folder, config.metrics.samples_per_step, describe_item))
     return RunObserver(folder, state, files, open_display(state, stream) if stream else Silent(), sinks)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from slipstream.observe.grid import grid
 from slipstream.observe.samples import Sample, read_samples
-from slipstream.observe.state import duration, number, one_line, percent, shown
+from slipstream.observe.state import bound_text, duration, number, one_line, percent, shown
 
 ANSWERS = 2
 TEXT_WIDTH = 72
@@ -22,7 +22,7 @@ def print_report(summary: dict[str, Any], stream: IO[str]) -> None:
     folder = Path(summary["run_folder"])
     console.print()
     for before, after in before_and_after(read_samples(folder, kind="evaluation"), ANSWERS):
-        console.print(answers(before, after))
+        console.print(answers(before, after), end="\n\n")
     console.print(numbers(summary))
     if summary["steps"] < summary["steps_planned"]:
         where = f"--resume {shown(folder)}"
@@ -40,22 +40,16 @@ def before_and_after(samples: list[Sample], count: int) -> list[tuple[Sample, Sa
     return sorted(pairs, key=lambda pair: pair[0].reward or 0.0)[:count]
 
 
-def answers(before: Sample, after: Sample) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_row(Text("held-out prompt", style="dim"), one_line(before.prompt, TEXT_WIDTH), "")
+def answers(before: Sample, after: Sample) -> Text:
+    lines: list[list[Text | str]] = [[Text("held-out prompt", style="dim"), one_line(before.prompt, TEXT_WIDTH)]]
     for label, sample in (("before", before), (f"after {after.step} steps", after)):
         text = one_line(sample.completion, TEXT_WIDTH) or "(nothing)"
-        table.add_row(Text(label, style="dim"), text, Text(f"reward {number(sample.reward, 2)}", style="dim"))
-    table.add_row("", "", "")
-    return table
+        lines.append([Text(label, style="dim"), text, Text(f"reward {number(sample.reward, 2)}", style="dim")])
+    return grid(lines)
 
 
-def numbers(summary: dict[str, Any]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    for label, text in rows(summary):
-        table.add_row(label, text)
-    return table
+def numbers(summary: dict[str, Any]) -> Text:
+    return grid(rows(summary), bold=(0,))
 
 
 def rows(s: dict[str, Any]) -> list[tuple[str, str]]:
@@ -73,8 +67,9 @@ def rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         ("tokens/s", f"{number(s['generated_tokens_per_s'], 0)} generated, {number(s['trained_tokens_per_s'], 0)} trained"),
         (
             "staleness",
-            f"mean {number(s['staleness_mean'], 2)}, max {_whole(s['staleness_max'])} (bound {s['staleness_bound']}); "
-            f"{s['rollouts_with_several_versions']} rollouts hold several versions",
+            f"mean {number(s['staleness_mean'], 2)}, max {_whole(s['staleness_max'])} "
+            f"{bound_text(s['staleness_limit'], s['staleness_bound'])}; "
+            f"rollouts with several versions: {s['rollouts_with_several_versions']}",
         ),
         ("idle", f"trainer {percent(s['trainer_idle_fraction'])}, rollout {percent(s['rollout_idle_fraction'])}"),
         ("run folder", shown(Path(s["run_folder"]))),

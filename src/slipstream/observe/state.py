@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.config.arithmetic import max_groups_in_flight, staleness_limit
 from slipstream.config.settings import Config
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -58,6 +59,11 @@ def shown(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
+def bound_text(limit: int, bound: int | None) -> str:
+    """How old trained tokens may be, and how old any token may be: two numbers only where older tokens are masked."""
+    return "(bound –)" if bound is None else f"(bound {bound:g})" if limit >= bound else f"(limit {limit}, bound {bound:g})"
+
+
 def one_line(text: str, width: int) -> str:
     """The text on one line, cut to `width` characters with an ellipsis."""
     text = " ⏎ ".join(part.strip() for part in text.strip().splitlines() if part.strip())
@@ -65,13 +71,14 @@ def one_line(text: str, width: int) -> str:
 
 
 @dataclass(slots=True)
-class RunState:
+class DisplayState:
     """The run as last reported. Fed by the observer, read by the displays (from rich's refresh thread too: whole values are swapped)."""
 
     name: str
     folder: str
     steps: int
     slots: int  # groups that may be in flight: (S + 1) x P
+    staleness_limit: int  # of a trained token
     now: Callable[[], float] = time.monotonic
     started: float = 0.0
     line: dict[str, Any] = field(default_factory=dict)  # newest step line
@@ -83,10 +90,10 @@ class RunState:
     first_step: int = 0
 
     @classmethod
-    def of(cls, config: Config, folder: str, now: Callable[[], float] = time.monotonic) -> RunState:
+    def of(cls, config: Config, folder: str, now: Callable[[], float] = time.monotonic) -> DisplayState:
         folder = shown(Path(folder))
-        slots = (config.buffer.max_staleness + 1) * config.trainer.groups_per_step
-        return cls(config.run.name, folder, config.trainer.steps, slots, now, now())
+        slots, limit = max_groups_in_flight(config), staleness_limit(config)
+        return cls(config.run.name, folder, config.trainer.steps, slots, limit, now, now())
 
     def on_step(self, line: dict[str, Any]) -> None:
         self.line = line

@@ -5,11 +5,12 @@ Every total is read from the ledger's fold (`controller/state.py`), so it counts
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
+from slipstream.config.arithmetic import staleness_limit
 from slipstream.config.settings import Config
 from slipstream.controller.admission import worst_staleness
+from slipstream.controller.metrics_line import staleness_stats
 from slipstream.controller.state import RunState
 
 
@@ -20,7 +21,7 @@ def summarize(state: RunState, config: Config, run_folder: str, wall_s: float) -
     after the first arrived, rollout idle is the share of engine slots left free behind a closed gate, the evaluation fraction is the
     engine's time on evaluation passes; fractions are of the time that the rates count.
     """
-    totals, evaluations = state.totals, state.evaluations
+    totals, evaluations, staleness = state.totals, state.evaluations, staleness_stats(state.totals.staleness)
     evaluated = ratio(evaluations.engine_s, totals.active_s)
     rewards = [result.reward for result in evaluations.results]
     return {
@@ -42,8 +43,9 @@ def summarize(state: RunState, config: Config, run_folder: str, wall_s: float) -
         "trainer_idle_fraction": ratio(totals.trainer_wait_s, totals.trainer_active_s),
         "rollout_idle_fraction": ratio(totals.rollout_idle_s, totals.active_s),
         "evaluation_fraction": None if evaluated is None else min(1.0, evaluated),  # the last one runs after the time that is counted
-        "staleness_mean": mean(totals.staleness),
-        "staleness_max": max(totals.staleness, default=None),
+        "staleness_mean": staleness["staleness_mean"],
+        "staleness_max": staleness["staleness_max"],
+        "staleness_limit": staleness_limit(config),
         "staleness_bound": worst_staleness(state.max_staleness, state.groups_per_step, state.window),
         "rollouts_with_several_versions": totals.several_versions,
         "masked_stale_tokens": totals.masked_tokens,
@@ -56,19 +58,3 @@ def summarize(state: RunState, config: Config, run_folder: str, wall_s: float) -
 
 def ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
-
-
-def mean(counts: Counter[int]) -> float | None:
-    """The mean of the keys, each as often as its count."""
-    total = sum(counts.values())
-    return sum(value * count for value, count in counts.items()) / total if total else None
-
-
-def quantile(counts: Counter[int], q: float) -> int | None:
-    """The smallest key with at least the share `q` of the counts at or below it."""
-    total, seen = sum(counts.values()), 0
-    for value in sorted(counts):
-        seen += counts[value]
-        if seen >= q * total:
-            return value
-    return None
