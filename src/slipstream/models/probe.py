@@ -20,6 +20,7 @@ from slipstream.models.attention import attach
 from slipstream.models.head import base_model, head_logits
 from slipstream.models.layout import PackedLayout, Segment
 from slipstream.models.support import check_supported, context_limit, num_embeddings
+from slipstream.tensors import dtype_name
 from slipstream.types import GenerateRequest, Purpose, Sampling
 
 _NEW_TOKENS = 3
@@ -83,7 +84,7 @@ def probe(model: PreTrainedModel, *, slots: int = 8, max_context: int = 4096) ->
         raise ModelError(
             f"{type(model).__name__} does not give the same logprobs here as in plain forwards: largest difference {result.engine_gap:.2g} "
             f"in the engine and {result.packed_gap:.2g} in packed training, over {result.num_tokens} tokens; at most {tolerance:g} is "
-            f"allowed in {str(model.dtype).removeprefix('torch.')}. Its attention is not what its configuration says; it cannot be used"
+            f"allowed in {dtype_name(model.dtype)}. Its attention is not what its configuration says; it cannot be used"
         )
     return result
 

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from slipstream.checkpoint_files import describe_files, fsync, verify_checkpoint, write_bytes, write_manifest
 from slipstream.errors import CheckpointError
 from slipstream.protocols import CheckpointManifest
+from slipstream.tensors import distinct, dtype_name, dtype_of
 from slipstream.trainer.trainer import Trainer
 
 INDEX = "index.json"
@@ -76,7 +77,7 @@ def write_checkpoint(
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    tensors, aliases = _distinct(trainer.model.state_dict())
+    tensors, aliases = distinct(trainer.model.state_dict())
     write_tensors(folder / "model", tensors, aliases)
     write_tensors(folder / "optimizer", trainer.optimizer.state_tensors())
     state = TrainerState(trainer.step, trainer.skipped_in_a_row, base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode())
@@ -100,7 +101,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], aliases: Ma
     folder.mkdir()
     file = "rank-00000.safetensors"
     entries = {
-        name: TensorEntry(_dtype_name(t.dtype), tuple(t.shape), (Shard(file, name, (0,) * t.ndim, tuple(t.shape)),))
+        name: TensorEntry(dtype_name(t.dtype), tuple(t.shape), (Shard(file, name, (0,) * t.ndim, tuple(t.shape)),))
         for name, t in tensors.items()
     }
     try:
@@ -110,21 +111,6 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], aliases: Ma
     fsync(folder / file)
     write_bytes(folder / INDEX, msgspec.json.encode(TensorIndex(entries, dict(aliases or {}))))
     fsync(folder)
-
-
-def _distinct(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """(each storage once, tied name -> the name its storage goes under)."""
-    tensors: dict[str, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[tuple, str] = {}
-    for name, tensor in state.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if tensor.numel() and place in first:
-            aliases[name] = first[place]
-        else:
-            first[place] = name
-            tensors[name] = tensor
-    return tensors, aliases
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------------------
@@ -162,8 +148,8 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], so
         given = weights[name]
         if given.shape != tensor.shape or given.dtype != tensor.dtype:
             raise CheckpointError(
-                f"{source}: {name} is {_dtype_name(given.dtype)}{list(given.shape)}, this model has "
-                f"{_dtype_name(tensor.dtype)}{list(tensor.shape)}"
+                f"{source}: {name} is {dtype_name(given.dtype)}{list(given.shape)}, this model has "
+                f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
             )
     for name, tensor in own.items():
         tensor.copy_(weights[name])
@@ -174,7 +160,10 @@ def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     folder = Path(folder)
     index = _decode(folder / INDEX, TensorIndex)
     files = {shard.file for entry in index.tensors.values() for shard in entry.shards}
-    out = {name: torch.empty(entry.shape, dtype=_dtype(entry.dtype)) for name, entry in index.tensors.items()}
+    try:
+        out = {name: torch.empty(entry.shape, dtype=dtype_of(entry.dtype)) for name, entry in index.tensors.items()}
+    except ValueError as error:
+        raise CheckpointError(f"{folder / INDEX}: {error}") from error
     filled = dict.fromkeys(out, 0)
     for file in sorted(files):
         try:
@@ -199,14 +188,3 @@ def _decode(path: Path, kind):
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{name!r} is not a dtype")
-    return dtype

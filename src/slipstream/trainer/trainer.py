@@ -17,6 +17,7 @@ from torch import nn
 from slipstream.config.settings import Config
 from slipstream.errors import DataError, RunFailed
 from slipstream.models.head import base_model
+from slipstream.tensors import dtype_name
 from slipstream.trainer import advantages, losses
 from slipstream.trainer.diagnostics import Diagnostics
 from slipstream.trainer.logprobs import token_logprobs
@@ -142,7 +143,7 @@ class Trainer:
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "threads": str(self.config.trainer.threads),
             "device": self.device.type,
-            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "dtype": dtype_name(next(self.model.parameters()).dtype),
             "attention": str(getattr(self.model.config, "_attn_implementation", "")),
         }
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import WeightSyncError
 from slipstream.protocols import Manifest, ManifestEntry
+from slipstream.tensors import distinct, dtype_name, dtype_of
 from slipstream.weight_sync.memory import MemoryFile
 
 ALIGNMENT = 64  # bytes: `Tensor.view(dtype)` needs offsets divisible by the item size, and vector loads like cache lines
@@ -37,19 +38,13 @@ class WeightLayout:
         """The layout of a model (or of named tensors), its floating parameters cast to `dtype`; buffers and integers keep theirs."""
         tensors = _named_tensors(source)
         cast = _castable(source, tensors)
+        sent, aliases = distinct(tensors)
         entries: list[ManifestEntry] = []
-        aliases: dict[str, str] = {}
-        first: dict[tuple, str] = {}
         at = 0
-        for name, tensor in tensors.items():
-            place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            if tensor.numel() and place in first:
-                aliases[name] = first[place]
-                continue
-            first[place] = name
+        for name, tensor in sent.items():
             wire = dtype if dtype is not None and name in cast else tensor.dtype
             nbytes = tensor.numel() * wire.itemsize
-            entries.append(ManifestEntry(name=name, dtype=_dtype_name(wire), shape=tuple(tensor.shape), offset=at, nbytes=nbytes))
+            entries.append(ManifestEntry(name=name, dtype=dtype_name(wire), shape=tuple(tensor.shape), offset=at, nbytes=nbytes))
             at += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return cls(tuple(entries), aliases, at)
 
@@ -83,7 +78,7 @@ class Publisher:
         flat = torch.from_numpy(block)
         tensors = _named_tensors(self._source)
         for entry, end in _with_ends(self.layout):
-            target = flat[entry.offset : entry.offset + entry.nbytes].view(_dtype(entry.dtype)).view(entry.shape)
+            target = flat[entry.offset : entry.offset + entry.nbytes].view(dtype_of(entry.dtype)).view(entry.shape)
             target.copy_(tensors[entry.name])
             block[entry.offset + entry.nbytes : end] = 0
         return self.layout.manifest(incarnation, version, xxhash.xxh3_128_hexdigest(block.data))
@@ -178,7 +173,7 @@ def _hash(layout: WeightLayout, tensors: Mapping[str, Tensor]) -> str:
     """xxh3-128 of the block these tensors would pack into, streamed tensor by tensor."""
     hasher, zeros = xxhash.xxh3_128(), bytes(ALIGNMENT)
     for entry, end in _with_ends(layout):
-        tensor = tensors[entry.name].to("cpu", _dtype(entry.dtype)).contiguous()
+        tensor = tensors[entry.name].to("cpu", dtype_of(entry.dtype)).contiguous()
         hasher.update(_bytes(tensor).data)
         hasher.update(zeros[: end - entry.offset - entry.nbytes])
     return hasher.hexdigest()
@@ -207,17 +202,6 @@ def _difference(ours: ManifestEntry | None, theirs: ManifestEntry | None) -> str
         if a != b:
             return f"{what} is {a} here and {b} at the trainer"
     return None
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise WeightSyncError(f"{name} is not a dtype")
-    return dtype
 
 
 def _version(manifest: Manifest) -> str:

@@ -1,0 +1,39 @@
+"""What everything that stores or sends named tensors must agree on: tied storage once, and dtypes by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(each storage once, under its first name; tied name -> the name its storage goes under).
+
+    Tied is what looks at the same memory in the same way; a transposed or partial view of another tensor is a tensor of its own.
+    """
+    out: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[tuple, str] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and place in first:
+            aliases[name] = first[place]
+        else:
+            first[place] = name
+            out[name] = tensor
+    return out, aliases
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As records and files name it: "float32", "bfloat16", ..."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of this name; ValueError where there is none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype")
+    return dtype
