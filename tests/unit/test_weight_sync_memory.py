@@ -77,7 +77,7 @@ def test_a_mapping_outlives_the_descriptor(memory):
 
 
 def test_too_much_is_said_before_it_is_reserved(memory, monkeypatch):
-    monkeypatch.setattr("slipstream.weight_sync.memory._available_bytes", lambda: 2**20)
+    monkeypatch.setattr("slipstream.weight_sync.memory.available_bytes", lambda: 2**20)
     with pytest.raises(MemoryNeedError, match=r"2 MiB of shared memory.*1 MiB are available"):
         memory.resize(2**21)
     assert memory.nbytes == 0

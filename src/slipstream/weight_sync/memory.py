@@ -13,6 +13,7 @@ import tempfile
 import numpy as np
 
 from slipstream.errors import MemoryNeedError
+from slipstream.system_memory import available_bytes
 
 
 class MemoryFile:
@@ -47,9 +48,9 @@ class MemoryFile:
         more = nbytes - self.nbytes
         if more <= 0:
             return
-        available = _available_bytes()  # asked first: reserving more than there is would have the kernel kill processes, not fail
+        available = available_bytes()  # asked first: reserving more than there is would have the kernel kill processes, not fail
         try:
-            if more > available:
+            if available is not None and more > available:
                 raise OSError(f"{available / 2**20:,.0f} MiB are available")
             os.ftruncate(self._descriptor, nbytes)
             if hasattr(os, "posix_fallocate"):
@@ -77,12 +78,3 @@ class MemoryFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def _available_bytes() -> float:
-    """Memory that can be had without swapping, as far as the system says (infinity where it does not)."""
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return float("inf")
