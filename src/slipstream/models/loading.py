@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from slipstream.config.paths import is_inline_template
 from slipstream.config.settings import ModelSettings
 from slipstream.errors import ModelError, SlipstreamError
 
@@ -175,8 +176,8 @@ def _set_chat_template(settings: ModelSettings, tokenizer: PreTrainedTokenizerBa
 
 
 def _template_text(value: str) -> str:
-    """The template itself, or the content of the file it names. A template has a brace or a newline; a file name has neither."""
-    if "{" in value or "\n" in value:
+    """The template itself, or the content of the file it names."""
+    if is_inline_template(value):
         return value
     path = Path(value).expanduser()
     if not path.is_file():
