@@ -1,0 +1,39 @@
+"""What is said of the quickstart recipe in other places is what the recipe says."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config import load_config
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipes"
+
+
+def quickstart() -> dict[str, Any]:
+    return tomllib.loads((RECIPES / "quickstart.toml").read_text(encoding="utf-8"))
+
+
+def test_the_readme_shows_the_quickstart_recipe():
+    blocks = re.findall(r"^```toml\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    shown = [tomllib.loads(block) for block in blocks]
+    assert quickstart() in shown, "the run file in README.md differs from recipes/quickstart.toml; they must have the same settings"
+
+
+def test_the_template_of_init_learns_with_the_settings_of_the_quickstart():
+    text = (resources.files("slipstream.cli") / "template" / "run.toml").read_text(encoding="utf-8")
+    template, recipe = tomllib.loads(text), quickstart()
+    for table in ("model", "data", "rollout", "engine", "trainer", "evaluation"):
+        assert template[table] == recipe[table], f"[{table}] of src/slipstream/cli/template/run.toml differs from recipes/quickstart.toml"
+
+
+@pytest.mark.parametrize("recipe", sorted(path.name for path in RECIPES.glob("*.toml")))
+def test_every_recipe_loads(recipe):
+    config = load_config([RECIPES / recipe]).config
+    assert config.run.name == recipe.removesuffix(".toml").replace("_", "-") and config.reward
