@@ -13,7 +13,7 @@ from slipstream.environments import SingleTurn, ToolEnvironment, make_environmen
 from slipstream.environments.schema import json_type, tool_schema
 from slipstream.environments.tool_calls import ToolCall, parse_tool_calls
 from slipstream.environments.tools import MAX_CALLS_PER_TURN, Tool, load_tools
-from slipstream.errors import ConfigError, DataError, RunFailed
+from slipstream.errors import ConfigError, DataError, DeadlineExceeded, RunFailed
 from slipstream.protocols import Message
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.scoring.scorers import make_scorers
@@ -173,14 +173,17 @@ def test_a_late_call_is_told_and_too_many_lost_threads_end_the_run():
         tools_for_tests.release.set()
 
 
-def roll_out(engine: FakeEngine, max_context: int = 1000, **rollout: Any):
-    settings = config(group_size=1, max_new_tokens=80, environment="tools", tools=["tools_for_tests:add"], **rollout)
+def roll_out(engine: FakeEngine, max_context: int = 1000, deterministic: bool = False, **rollout: Any):
+    settings = config(group_size=1, max_new_tokens=80, environment="tools", **{"tools": ["tools_for_tests:add"], **rollout})
+    settings = settings.model_copy(update={"run": settings.run.model_copy(update={"deterministic": deterministic})})
 
     async def main():
         controller = FakeController([assignment(row=ROW)])
         worker = RolloutWorker(controller, engine, CharTokenizer(), settings, make_scorers(settings.reward), max_context=max_context)
         running = asyncio.create_task(worker.run())
-        await controller.until(lambda: controller.groups)
+        finished = asyncio.create_task(controller.until(lambda: controller.groups))
+        await asyncio.wait({running, finished}, return_when=asyncio.FIRST_COMPLETED)
+        finished.cancel()
         await worker.stop(0)
         await running
         return controller.groups[0].rollouts[0], controller
@@ -215,6 +218,18 @@ def test_a_tool_rollout_grows_by_exact_ids_and_trains_no_tool_output():
     assert (first.turn, second.turn, second.num_sampled) == (0, 1, len(CALL) + 1)
     assert rollout.completion == f"{CALL}\n3" and rollout.status.ok
     assert not controller.chunks  # a multi-turn rollout starts over after a crash
+
+
+def test_in_a_deterministic_run_a_late_call_ends_the_run():
+    tools_for_tests.release.clear()
+    hangs = {"tools": ["tools_for_tests:hang"], "tool_timeout_s": 0.05, "max_turns": 2}
+    try:
+        with pytest.raises(DeadlineExceeded, match=r"tool 'hang' did not answer within 0\.05 s.*deterministic run"):
+            roll_out(FakeEngine(scripted(call("hang"), "3")), deterministic=True, **hangs)
+        rollout, _ = roll_out(FakeEngine(scripted(call("hang"), "3")), **hangs)
+        assert rollout.status.ok and "did not answer within" in CharTokenizer().decode(rollout.token_ids.tolist())
+    finally:
+        tools_for_tests.release.set()
 
 
 def test_the_last_turn_is_truncated_where_the_model_would_call_on():

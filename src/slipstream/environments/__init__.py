@@ -16,4 +16,6 @@ def make_environment(config: Config, row: dict[str, Any]) -> Environment:
     """A new environment for one rollout of this row. DataError for a row that gives no prompt, ConfigError for tools that do not load."""
     if config.rollout.environment == "single_turn":
         return SingleTurn(row, config.data)
-    return ToolEnvironment(row, config.data, load_tools(tuple(config.rollout.tools)), config.rollout.tool_timeout_s)
+    rollout = config.rollout
+    tools = load_tools(tuple(rollout.tools))
+    return ToolEnvironment(row, config.data, tools, rollout.tool_timeout_s, deadlines_are_fatal=config.run.deterministic)

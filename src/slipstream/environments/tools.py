@@ -1,7 +1,8 @@
 """A tool-calling environment: the model may call Python functions, sees what they return, and ends with a reply that calls none.
 
 The functions run in threads, those of one reply at the same time, each with a deadline. Calls that are malformed, unknown, late or that
-raise give an error message as the tool's answer: that is data for the model. Tool output is never trained.
+raise give an error message as the tool's answer: that is data for the model. Tool output is never trained. In a deterministic run a late
+call ends the run: what a clock decides cannot be repeated.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ def load_tools(specs: tuple[str, ...]) -> tuple[Tool, ...]:
 class ToolEnvironment:
     """Answers tool calls until a reply makes none. `tool_schemas` is what the model is shown of the tools."""
 
-    def __init__(self, row: dict[str, Any], settings: DataSettings, tools: tuple[Tool, ...], timeout_s: float):
-        self._row, self._settings, self._timeout_s = row, settings, timeout_s
+    def __init__(
+        self, row: dict[str, Any], settings: DataSettings, tools: tuple[Tool, ...], timeout_s: float, *, deadlines_are_fatal: bool = False
+    ):
+        self._row, self._settings, self._timeout_s, self._deadlines_are_fatal = row, settings, timeout_s, deadlines_are_fatal
         self._tools = {tool.name: tool for tool in tools}
         self.tool_schemas = tuple(tool.schema for tool in tools)
 
@@ -61,7 +64,10 @@ class ToolEnvironment:
         return row_messages(self._row, self._settings)
 
     async def step(self, message: Message) -> EnvironmentReply:
-        """Run the calls in the reply; done if there are none. RunFailed once a tool has lost too many threads."""
+        """Run the calls in the reply; done if there are none.
+
+        RunFailed once a tool has lost too many threads; DeadlineExceeded for a late call where `deadlines_are_fatal`.
+        """
         calls = parse_tool_calls(message.content)
         if not calls:
             return EnvironmentReply(done=True)
@@ -84,7 +90,9 @@ class ToolEnvironment:
             return _text(await tool.threads.call(tool.function, call.arguments, self._timeout_s))
         except RunFailed:
             raise
-        except DeadlineExceeded:
+        except DeadlineExceeded as error:
+            if self._deadlines_are_fatal:
+                raise DeadlineExceeded(f"{error}; a deadline that fires ends a deterministic run") from error
             return _error(f"{call.name} did not answer within {self._timeout_s:g} s")
         except Exception as error:
             return _error(f"{type(error).__name__}: {error}")

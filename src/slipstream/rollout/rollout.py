@@ -240,11 +240,11 @@ class RolloutRunner:
         return self._recorder is not None and single and job.purpose is Purpose.TRAIN
 
     async def _call(self, job: RolloutJob, number: int, awaitable: Awaitable[T]) -> T:
-        """A call of the environment; EnvironmentFailed with its traceback for whatever it raises, bad rows (DataError) aside."""
+        """A call of the environment; EnvironmentFailed with its traceback for what it raises, bad rows and what ends the run aside."""
         key = (job.purpose.value, job.group_id, job.attempt, "environment", job.sample, number)
         try:
             return await self._external.run(key, awaitable)
-        except (DataError, EnvironmentFailed, RunFailed):
+        except (DataError, EnvironmentFailed, RunFailed, DeadlineExceeded):
             raise
         except Exception as error:
             trace = "".join(traceback.format_exception(error)).rstrip()
