@@ -6,7 +6,7 @@ def reward(completion, answer):
     return float(completion.strip() == answer)
 
 result = slipstream.train(model="builtin:tiny", data="builtin:sort_digits", reward=reward)
-print(result.run_folder, result.metrics["eval_reward_last"])
+print(result.run_folder, result.metrics["trained_samples"])
 """
 
 from __future__ import annotations
