@@ -190,6 +190,9 @@ class Group(Record, kw_only=True, frozen=True):
 class PrefixChunk(Record, kw_only=True, frozen=True):
     """Sampled tokens [start, start+n) of a running rollout, recorded so that a crash does not lose them.
 
+    A chunk that ends a rollout without ever having had tokens is of one whose tokens are not recorded (several turns): its engine slot is
+    free, and there is nothing to go on from.
+
     `start` counts tokens after the prompt. Chunks of one (group_id, sample, attempt) are contiguous; `merge_chunks` joins them.
     Spans are in rollout coordinates (prompt included), like `Rollout.spans`.
     """

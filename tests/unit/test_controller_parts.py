@@ -19,7 +19,7 @@ from slipstream.controller.evaluations import choose, evaluation_line, pending
 from slipstream.controller.metrics_line import staleness_stats
 from slipstream.controller.run_folder import RunFolder
 from slipstream.controller.timing import Meter, StepTimes
-from slipstream.types import Draw, EvalItem, EvalResult, Group, Span, StepReport
+from slipstream.types import Draw, EvalItem, EvalResult, Group, PrefixChunk, Span, StepReport, StopReason
 
 
 def test_an_epoch_draws_every_row_once_and_the_order_is_a_function_of_the_seed():
@@ -180,6 +180,12 @@ def test_the_metric_line_of_a_step(tmp_path):
     asyncio.run(main())
 
 
+def over(group_id: int, sample: int) -> PrefixChunk:
+    """What is told of the end of a rollout whose tokens are not recorded."""
+    none = {"token_ids": np.empty(0, np.int32), "logprobs": np.empty(0, np.float32), "spans": ()}
+    return PrefixChunk(group_id=group_id, sample=sample, attempt=0, prompt_length=3, start=0, stop_reason=StopReason.STOP, **none)
+
+
 def test_free_engine_slots_behind_the_closed_gate_are_idle(tmp_path):
     async def main():
         clock = Ticks()
@@ -189,6 +195,10 @@ def test_free_engine_slots_behind_the_closed_gate_are_idle(tmp_path):
         await controller.admit(2)  # 2 groups x 2 rollouts on 8 slots: the gate is closed, half of the slots are free
         clock.time += 4.0
         assert controller.core.times.rollout_idle.take(clock.time) == 2.0
+        await controller.progress([over(group_id=0, sample=1)])
+        clock.time += 8.0
+        assert controller.core.times.rollout_idle.take(clock.time) == 5.0  # one rollout more has left the engine
+        assert not controller.core.state.live[0].prefix_tokens, "there is nothing to go on from"
         controller.close()
 
     asyncio.run(main())

@@ -126,16 +126,22 @@ class Intake:
                 continue
             key = (chunk.group_id, chunk.sample)
             length = lengths.get(key, group.prefix_tokens.get(chunk.sample, 0))
-            if chunk.start + len(chunk.token_ids) > length or (chunk.start == length and chunk.stop_reason is not None):
+            end = chunk.start + len(chunk.token_ids)
+            if end == 0:
+                self._note_end(chunk)  # nothing to go on from, so nothing to record
+            elif end > length or (chunk.start == length and chunk.stop_reason is not None):
                 fresh.append(chunk)
-                lengths[key] = chunk.start + len(chunk.token_ids)
+                lengths[key] = end
         if not fresh:
             return
         facts = tuple((c.group_id, c.sample, c.attempt, c.start, len(c.token_ids)) for c in fresh)
         self._journal.record(ev.PrefixesRecorded(chunks=facts), *fresh)
         for chunk in fresh:
-            if chunk.stop_reason is not None and chunk.group_id in self._running_since:
-                self._ended_samples.setdefault(chunk.group_id, set()).add(chunk.sample)
+            self._note_end(chunk)
+
+    def _note_end(self, chunk: PrefixChunk) -> None:
+        if chunk.stop_reason is not None and chunk.group_id in self._running_since:
+            self._ended_samples.setdefault(chunk.group_id, set()).add(chunk.sample)
 
     def finish_group(self, group: Group) -> None:
         """Take in a group that has run. A second report of the same attempt changes nothing."""
