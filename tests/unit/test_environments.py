@@ -217,7 +217,8 @@ def test_a_tool_rollout_grows_by_exact_ids_and_trains_no_tool_output():
     assert second.token_ids.tolist() == ids[:-2]  # what was sampled, not a rendering of it
     assert (first.turn, second.turn, second.num_sampled) == (0, 1, len(CALL) + 1)
     assert rollout.completion == f"{CALL}\n3" and rollout.status.ok
-    assert not controller.chunks  # a multi-turn rollout starts over after a crash
+    (end,) = controller.chunks  # a multi-turn rollout starts over after a crash: only its end is told
+    assert (end.start, len(end.token_ids), end.stop_reason) == (0, 0, StopReason.STOP)
 
 
 def test_in_a_deterministic_run_a_late_call_ends_the_run():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from slipstream.protocols import ControllerAPI, Generation
-from slipstream.types import PrefixChunk, Span
+from slipstream.types import PrefixChunk, Span, StopReason
 
 PREFIX_CHUNK_TOKENS = 64
 
@@ -96,6 +96,14 @@ class PrefixRecorder:
         """A token came, or the generation ended."""
         if prefix.due:
             self._due.set()
+
+    def end(self, key: PrefixKey, prompt_length: int) -> None:
+        """A rollout is over whose tokens are not recorded: an empty chunk says just that."""
+        nothing = Generation(prompt_length)
+        nothing.stop_reason = StopReason.STOP
+        prefix = Prefix(key, prompt_length, 0, nothing)
+        self.open(prefix)
+        self.tell(prefix)
 
     async def close_group(self, group_id: int) -> None:
         """Forget a group whose rollouts have all ended; no chunk of it is under way afterwards."""

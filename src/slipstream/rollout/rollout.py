@@ -120,6 +120,8 @@ class RolloutRunner:
             trajectory.fail(CHAT_TEMPLATE, str(error))
         except _PrefixMismatch as error:
             trajectory.fail(PREFIX, str(error))
+        if self._recorder is not None and job.purpose is Purpose.TRAIN and not self._records(job):
+            self._recorder.end((job.group_id, job.sample, job.attempt), trajectory.prompt_length)  # its engine slot is free
         return trajectory.rollout(time.monotonic() - started)
 
     async def _converse(self, job: RolloutJob, trajectory: Trajectory, deadline: asyncio.Timeout) -> None:
