@@ -1,7 +1,8 @@
 """Data sets that come with the package: no download, made on the fly, the same rows on every machine. No torch.
 
-`builtin:sort_digits` is the quickstart's task: write four digits in ascending order. The answer depends on the whole prompt, so a
-policy that ignores it scores below 1 %. The 10 000 possible prompts are dealt once, in a fixed order, to three disjoint parts:
+`builtin:sort_digits` is the quickstart's task: write four different digits in ascending order. The answer depends on the whole prompt:
+a policy that ignores it scores below 1 %, one that misses a digit at most 1 in 7. The 5040 possible prompts are dealt once, in a fixed
+order, to three disjoint parts:
 
     warm    the supervised warm start of `builtin:tiny` (never used for reinforcement learning)
     train   `builtin:sort_digits`
@@ -12,13 +13,14 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 from typing import Any
 
 from slipstream.errors import DataError
 
 SORT_DIGITS = "sort_digits"
 NUM_DIGITS = 4
-PARTS = {"eval": (0, 200), "warm": (200, 700), "train": (700, 4700)}  # half-open stretches of the dealt order
+PARTS = {"eval": (0, 200), "warm": (200, 700), "train": (700, 5040)}  # half-open stretches of the dealt order
 
 
 def builtin_names() -> list[str]:
@@ -42,6 +44,6 @@ def sort_digits(part: str) -> list[dict[str, Any]]:
 
 
 def _dealt_order() -> list[str]:
-    """All digit strings in an order fixed by a hash, hence the same under every Python and on every machine."""
-    every = (f"{n:0{NUM_DIGITS}d}" for n in range(10**NUM_DIGITS))
+    """All strings of different digits in an order fixed by a hash, hence the same under every Python and on every machine."""
+    every = ("".join(digits) for digits in itertools.permutations("0123456789", NUM_DIGITS))
     return sorted(every, key=lambda digits: hashlib.sha256(f"{SORT_DIGITS}/{digits}".encode()).digest())
