@@ -50,12 +50,12 @@ smollm2: venv
 	@$(BIN)/slipstream train recipes/smollm2_arithmetic.toml
 
 lint: venv
-	@$(BIN)/ruff check src tests recipes
-	@$(BIN)/ruff format --check src tests recipes
+	@$(BIN)/ruff check src tests recipes benchmarks
+	@$(BIN)/ruff format --check src tests recipes benchmarks
 
 format: venv
-	@$(BIN)/ruff check --fix src tests recipes
-	@$(BIN)/ruff format src tests recipes
+	@$(BIN)/ruff check --fix src tests recipes benchmarks
+	@$(BIN)/ruff format src tests recipes benchmarks
 
 # One thread per process: two workers on two cores do not fight, and float32 results do not depend on the machine's core count.
 test: lint
