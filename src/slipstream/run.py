@@ -11,11 +11,12 @@ import contextvars
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from slipstream.beside import beside
 from slipstream.config.load import LoadedConfig, check_config, load_config, load_tables
 from slipstream.config.resume import check_resume
 from slipstream.config.settings import Config
@@ -25,7 +26,6 @@ from slipstream.controller.versions import Broker
 from slipstream.data.dataset import Data, load_data
 from slipstream.data.prompts import render_messages
 from slipstream.errors import ConfigError
-from slipstream.launch.beside import beside
 from slipstream.launch.context import RunContext
 from slipstream.launch.fingerprint import code_version, numerics
 from slipstream.models.memory import check_memory
@@ -41,6 +41,7 @@ T = TypeVar("T")
 Reward = Callable[..., Any]
 OnStep = Callable[[dict[str, Any]], None]
 NEWEST = "newest"
+STOP_S = 10.0  # a run in a thread of its own is given so long to end at a second Ctrl-C
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,22 +171,24 @@ class _Run:
         return Result(folder.path, summarize(state, config, str(folder.path), time.monotonic() - self._started))
 
     def interrupt(self) -> None:
-        """Called from any thread, or by a signal: the first time the run saves and ends, the second time it stops at once."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._interrupt)
-
-    def _interrupt(self) -> None:
+        """A signal arrived, in the main thread: the first time the run saves and ends; the second time, or while there is nothing to save
+        yet, KeyboardInterrupt stops whatever runs there at once."""
         self._interrupts += 1
-        if self._interrupts == 1 and self._controller is not None:
+        if self._interrupts > 1 or self._controller is None or self._loop is None:
+            raise KeyboardInterrupt
+        self._loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        if self._controller is not None:
             saved = "the last checkpoint is where it goes on" if self._config.run.deterministic else "a checkpoint is saved"
             self._controller.core.observer.note(f"stopping: this step ends, {saved}; Ctrl-C again stops at once")
             self._controller.request_stop("interrupted")
-        elif self._main is not None:
-            self._main.cancel()
 
-    @property
-    def stopped_at_once(self) -> bool:
-        return self._interrupts > 1 or (self._interrupts == 1 and self._controller is None)
+    def cancel(self) -> None:
+        """From another thread: end the run as soon as its loop comes to it."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended
+            if self._loop is not None and self._main is not None:
+                self._loop.call_soon_threadsafe(self._main.cancel)
 
 
 class _CallsBack:
@@ -238,39 +241,50 @@ def _item_text(config: Config, data: Data) -> Callable[[int], str]:
 # ---- threads and signals ---------------------------------------------------------------------------------------------------------
 
 
-def _run_blocking(main: Callable[[], Awaitable[T]], run: _Run) -> T:
+def _run_blocking(main: Callable[[], Coroutine[Any, Any, T]], run: _Run) -> T:
     """Run a coroutine function to its end: in this thread, or beside a running event loop in a thread of its own."""
     here = threading.current_thread() is threading.main_thread()
     with _signals(run) if here else contextlib.nullcontext():
-        return _in_a_thread(main, run) if _loop_runs_here() else _until_done(main, run)
+        return _in_a_thread(main, run) if _loop_runs_here() else _until_done(main)
 
 
-def _in_a_thread(main: Callable[[], Awaitable[T]], run: _Run) -> T:
+def _in_a_thread(main: Callable[[], Coroutine[Any, Any, T]], run: _Run) -> T:
     outcome: list[tuple[Any, BaseException | None]] = []
     context = contextvars.copy_context()
 
     def target() -> None:
         try:
-            outcome.append((context.run(_until_done, main, run), None))
+            outcome.append((context.run(_until_done, main), None))
         except BaseException as error:
             outcome.append((None, error))
 
     thread = threading.Thread(target=target, name="slipstream run", daemon=True)
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        run.cancel()
+        thread.join(STOP_S)
+        raise
     value, error = outcome[0]
     if error is not None:
         raise error
     return value
 
 
-def _until_done(main: Callable[[], Awaitable[T]], run: _Run) -> T:
+def _until_done(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run the coroutine in a loop of its own. KeyboardInterrupt, which may strike in any of its tasks, ends the coroutine as a
+    cancellation does: what it started is ended and what it holds is given back before the loop goes."""
     with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        task = loop.create_task(main(), name="slipstream run")
         try:
-            return runner.run(main())  # type: ignore[arg-type]
-        except asyncio.CancelledError:
-            if run.stopped_at_once:
-                raise KeyboardInterrupt from None
+            return loop.run_until_complete(task)
+        except KeyboardInterrupt:
+            if not task.done():  # it struck in another task
+                task.cancel()
+                with contextlib.suppress(Exception, asyncio.CancelledError, KeyboardInterrupt):
+                    loop.run_until_complete(task)
             raise
 
 

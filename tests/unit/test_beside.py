@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from slipstream.launch.beside import beside
+from slipstream.beside import beside
 
 
 def test_the_loop_goes_on_meanwhile():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +107,75 @@ def test_the_newest_run_of_a_run_file_that_names_a_folder_is_the_one_there(tmp_p
     start(tmp_path / "run")
     start(tmp_path / "run", resume="newest", trainer={"steps": 5})
     assert "steps = 5" in (tmp_path / "run" / "config.toml").read_text()
+
+
+@pytest.mark.parametrize("beside_a_loop", [False, True])
+def test_a_signal_while_nothing_can_be_saved_yet_stops_code_that_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside_a_loop: bool
+) -> None:
+    """Data that loads for ever in one long call; beside a running loop, in a notebook, that call has a thread of its own."""
+    release, main_thread = threading.Event(), threading.current_thread()
+
+    def loads_for_ever(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        if not release.wait(0 if threading.current_thread() is main_thread else 60):
+            pytest.fail("the signal did not stop it")
+
+    async def in_a_notebook() -> None:
+        train(load_tables(tables(tmp_path / "run"), reward_given=True), reward=len)
+
+    monkeypatch.setattr(run_module, "load_data", loads_for_ever)
+    monkeypatch.setattr(run_module, "STOP_S", 0.01)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        if beside_a_loop:
+            asyncio.run(in_a_notebook())
+        else:
+            train(load_tables(tables(tmp_path / "run"), reward_given=True), reward=len)
+    release.set()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_second_signal_stops_a_launcher_that_does_not_wait_and_what_it_holds_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story: list[str] = []
+
+    async def blocks(context: Any, controller: Any, rewards: Any) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            story.append("goes on after the first")
+            os.kill(os.getpid(), signal.SIGTERM)
+            story.append("goes on after the second")
+        finally:
+            await asyncio.sleep(0)  # children are waited for in here
+            story.append("cleaned")
+
+    monkeypatch.setattr(inline, "run_inline", blocks)
+    with pytest.raises(KeyboardInterrupt):
+        train(load_tables(tables(tmp_path / "run"), reward_given=True), reward=len)
+    assert story == ["goes on after the first", "cleaned"]
+    RunFolder(tmp_path / "run").lock().release()
+
+
+def test_the_second_signal_in_another_task_ends_the_run_as_a_cancellation_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    story: list[str] = []
+
+    async def steps() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    async def launches(context: Any, controller: Any, rewards: Any) -> None:
+        step = asyncio.create_task(steps())
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.gather(step, return_exceptions=True)
+            story.append("cleaned")
+
+    monkeypatch.setattr(inline, "run_inline", launches)
+    with pytest.raises(KeyboardInterrupt):
+        train(load_tables(tables(tmp_path / "run"), reward_given=True), reward=len)
+    assert story == ["cleaned"]
+    RunFolder(tmp_path / "run").lock().release()

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slipstream.beside import beside
 from slipstream.config import Config
 from slipstream.controller import admission, checkpoints
 from slipstream.controller.core import ControllerCore
@@ -309,7 +310,7 @@ class Controller:
         if self.core.config.launch == "inline":
             call(*args)
         else:
-            await asyncio.to_thread(call, *args)
+            await beside(call, *args)
 
     # -- engine
 
@@ -372,5 +373,7 @@ class Controller:
             future.set_exception(error)
             future.exception()  # seen: whoever waits raises it, and so does everyone who asks later
             self.fail(error)
+            if not isinstance(error, Exception):
+                raise  # KeyboardInterrupt: at once, not when somebody looks
         else:
             future.set_result(None)

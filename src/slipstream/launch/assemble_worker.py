@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from slipstream.beside import beside
 from slipstream.config.arithmetic import max_context_tokens
 from slipstream.config.settings import Config
 from slipstream.errors import ModelError
 from slipstream.launch import engine_socket
-from slipstream.launch.beside import beside
 from slipstream.launch.context import RunContext
 from slipstream.models.loading import ModelInfo, load_tokenizer
 from slipstream.protocols import ControllerAPI, EngineClient, Progress, Scorer
