@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import dataclasses
 import signal
 import threading
 import time
@@ -25,6 +26,7 @@ from slipstream.controller.run_folder import RunFolder
 from slipstream.controller.versions import Broker
 from slipstream.data.dataset import Data, load_data
 from slipstream.data.prompts import render_messages
+from slipstream.data.rows import PYTHON_ROWS
 from slipstream.errors import ConfigError
 from slipstream.launch.context import RunContext
 from slipstream.launch.fingerprint import code_version, numerics
@@ -82,6 +84,8 @@ def train(
     rows = None if data is None or isinstance(data, str) else list(data)
     source = data if isinstance(data, str) else None
     loaded = _settings(config, model, source, tables, reward_given=bool(rewards))
+    if rows is not None:
+        loaded = _with_python_rows(loaded)
     run = _Run(loaded, rewards, rows, on_step, stream, time.monotonic() if started is None else started)
     return _run_blocking(lambda: run.run(resume, rewind), run)
 
@@ -100,6 +104,13 @@ def _settings(
         return config
     check_config(config, reward_given=reward_given)
     return LoadedConfig(config, {}, Path.cwd())
+
+
+def _with_python_rows(loaded: LoadedConfig) -> LoadedConfig:
+    """The settings that are recorded say so, and name no data set that was not used."""
+    config = loaded.config
+    data = config.data.model_copy(update={"train": PYTHON_ROWS})
+    return dataclasses.replace(loaded, config=config.model_copy(update={"data": data}))
 
 
 class _Run:
@@ -146,6 +157,7 @@ class _Run:
             rows=data.train,
             eval_rows=data.eval,
             data_fingerprint=data.fingerprint,
+            eval_fingerprint=data.eval_fingerprint or "",
             broker=broker,
             observer=_CallsBack(observer, self._on_step) if self._on_step else observer,
             fingerprint=numerics(config),

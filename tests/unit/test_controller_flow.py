@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 
 import numpy as np
 import pytest
 from controller_fakes import Notes, Roles, checksum, config, group_of, make_step, manifest, publish, serve_engine, start
 
+from slipstream import deadlines
 from slipstream.controller.accounts import check_accounts
 from slipstream.controller.ledger import LedgerReader
 from slipstream.controller.run_folder import RunFolder
 from slipstream.errors import DeadlineExceeded, LedgerError, RunFailed, RunFolderError, StalenessError, WeightSyncError
+from slipstream.launch import wire
 from slipstream.observe.summary import summarize
 from slipstream.types import EngineReport, StepReport
 
@@ -294,12 +297,32 @@ def test_a_stalled_batch_names_the_group_it_waits_for(folder):
     async def main():
         controller = start(folder, config(), stall_timeout_s=0.05)
         await publish(controller, 0)
+        await serve_engine(controller)
         await controller.admit(2)
         with pytest.raises(DeadlineExceeded, match=r"batch 0 has 0 of 2 groups; 2 are running, the oldest is group 0 \(attempt 0"):
             await controller.get_batch(0)
         controller.close()
 
     run(main())
+
+
+def test_a_batch_is_not_late_while_no_engine_has_weights(folder):
+    async def main():
+        controller = start(folder, config(), stall_timeout_s=0.0)
+        controller._quiet_s = 0.05  # the deadline that counts until then
+        await publish(controller, 0)
+        await controller.admit(2)
+        await controller.next_weights("e0", 1, -1)
+        with pytest.raises(DeadlineExceeded, match="no engine came into service with weights: batch 0 has 0 of 2 groups"):
+            await controller.get_batch(0)
+        controller.close()
+
+    run(main())
+
+
+def test_who_waits_for_another_gives_up_after_it():
+    assert wire.METHODS["commit_checkpoint"].deadline_s < deadlines.CHECKPOINT_S
+    assert math.isinf(wire.METHODS["get_batch"].deadline_s) and math.isinf(wire.METHODS["next_weights"].deadline_s)
 
 
 def test_a_stop_lets_everyone_leave(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import threading
@@ -179,3 +180,36 @@ def test_the_second_signal_in_another_task_ends_the_run_as_a_cancellation_does(t
         train(load_tables(tables(tmp_path / "run"), reward_given=True), reward=len)
     assert story == ["cleaned"]
     RunFolder(tmp_path / "run").lock().release()
+
+
+def test_other_evaluation_data_is_refused_with_both_values_and_another_limit_is_not(tmp_path: Path) -> None:
+    folder, rows = tmp_path / "run", tmp_path / "eval.jsonl"
+    asked = [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(8)]
+    rows.write_text("\n".join(map(json.dumps, asked)))
+    start(folder, data={"eval": str(rows)})
+    start(folder, data={"eval": str(rows)}, evaluation={"limit": 3}, resume=folder)
+    rows.write_text("\n".join(map(json.dumps, asked[1:])))
+    settings = load_tables(tables(folder, data={"eval": str(rows)}), reward_given=True)
+    with pytest.raises(ResumeError, match=r"evaluation data was '\w{32}' and is now '\w{32}'"):
+        train(settings, reward=len, resume=folder)
+
+
+def test_rows_from_python_are_recorded_as_such_and_wanted_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    rows = [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(8)]
+
+    def again(**given: Any) -> None:
+        more = {name: table for name, table in tables(folder).items() if name != "data"}
+        train(reward=len, **given, **more)
+
+    with pytest.raises(Loaded):
+        again(data=rows)
+    assert 'train = "python:rows"' in (folder / "config.toml").read_text()
+    with pytest.raises(Loaded):
+        again(data=rows, resume=folder)
+    with pytest.raises(ResumeError, match="data was"):
+        again(data=rows[1:], resume=folder)
+    with pytest.raises(ResumeError, match=r"data\.train was 'python:rows' and is now 'builtin:sort_digits'"):
+        again(resume=folder)
+    with pytest.raises(DataError, match=r"its rows in Python; give them again with data=\.\.\."):
+        train(load_tables(tables(folder, data={"train": "python:rows"}), reward_given=True), reward=len, resume=folder)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slipstream import deadlines
 from slipstream.beside import beside
 from slipstream.config import Config
 from slipstream.controller import admission, checkpoints
@@ -46,6 +47,7 @@ def open_controller(
     rows: Sequence[dict[str, Any]],
     eval_rows: Sequence[dict[str, Any]] = (),
     data_fingerprint: str,
+    eval_fingerprint: str = "",
     broker: Broker,
     observer: Observer,
     clock: Clock | None = None,
@@ -63,7 +65,8 @@ def open_controller(
     ledger = None
     try:
         ledger = Ledger.open(folder.ledger)
-        state, start = start_run(ledger, folder.checkpoints, config, Identity(data_fingerprint, code_version, fingerprint or {}), rewind)
+        identity = Identity(data_fingerprint, eval_fingerprint, code_version, fingerprint or {})
+        state, start = start_run(ledger, folder.checkpoints, config, identity, rewind)
         core = ControllerCore(
             config,
             ledger,
@@ -95,7 +98,9 @@ class Controller:
         settings = core.config
         rewards_s = max((r.timeout_s for r in settings.reward), default=0.0)
         self._stall_s = stall_timeout_s if stall_timeout_s is not None else settings.rollout.timeout_s + rewards_s + MARGIN_S
-        self._quiet_s = max(self._stall_s, settings.trainer.step_timeout_s, settings.evaluation.timeout_s) + MARGIN_S
+        self._quiet_s = MARGIN_S + max(
+            self._stall_s, settings.trainer.step_timeout_s, settings.evaluation.timeout_s, deadlines.LOAD_S, deadlines.CHECKPOINT_S
+        )
         self._changed = asyncio.Event()
         self._events = 0  # changes of any kind
         self._group_events = 0  # changes that bring a batch nearer
@@ -260,6 +265,13 @@ class Controller:
             batch = core.try_batch(step)
             return None if batch is None else (batch,)
 
+        # A batch is not late while no engine can work on it: one that loads its model has that role's own deadline.
+        await self._wait(
+            lambda: core.serving or batch_or_end() is not None or None,
+            lambda: f"no engine came into service with weights: {core.why_no_batch(step)}",
+            self._quiet_s,
+            lambda: self._events,
+        )
         (batch,) = await self._wait(
             batch_or_end, lambda: f"no group made progress: {core.why_no_batch(step)}", self._stall_s, lambda: self._group_events
         )

@@ -85,6 +85,11 @@ class ControllerCore:
         return self.trained and (self.evaluations.settled or self.state.step > self.config.trainer.steps)
 
     @property
+    def serving(self) -> bool:
+        """Some engine is in service and holds weights of this incarnation."""
+        return max(self.state.engines.values(), default=-1) >= 0
+
+    @property
     def stopping(self) -> bool:
         return self.state.stop_reason is not None
 

@@ -42,6 +42,7 @@ class RunStarted(Event, tag="run_started", frozen=True, kw_only=True):
     group_size: int
     seed: int
     data_fingerprint: str
+    eval_fingerprint: str = ""  # "": no evaluation
     settings_hash: str = ""
     code_version: str = ""
     numerics: dict[str, str] = {}

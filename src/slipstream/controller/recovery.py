@@ -41,6 +41,7 @@ class Identity:
     """What a run is, besides its settings."""
 
     data_fingerprint: str
+    eval_fingerprint: str = ""  # "": no evaluation
     code_version: str = ""
     numerics: dict[str, str] = field(default_factory=dict)
 
@@ -93,6 +94,7 @@ def _started(state: RunState, config: Config, identity: Identity, start: Start, 
         group_size=config.rollout.group_size,
         seed=config.run.seed,
         data_fingerprint=identity.data_fingerprint,
+        eval_fingerprint=identity.eval_fingerprint,
         settings_hash=settings_hash(config),
         code_version=identity.code_version,
         numerics=identity.numerics,
@@ -139,6 +141,8 @@ def _check_identity(ledger: Ledger, config: Config, identity: Identity) -> None:
         "rollout.group_size": (recorded.group_size, config.rollout.group_size),
         "trainer.groups_per_step": (recorded.groups_per_step, config.trainer.groups_per_step),
     }
+    if recorded.eval_fingerprint:  # else there was none, or the ledger is of a time that did not record it
+        given["evaluation data"] = (recorded.eval_fingerprint, identity.eval_fingerprint)
     changed = [f"{name} was {old!r} and is now {new!r}" for name, (old, new) in given.items() if old != new]
     if changed:
         raise ResumeError(

@@ -22,7 +22,7 @@ class Data:
     train: list[Row]
     eval: list[Row]  # empty: no evaluation
     fingerprint: str  # of `train`, xxh3-128 hex
-    eval_fingerprint: str | None  # of `eval`; None without evaluation
+    eval_fingerprint: str | None  # of `eval` before `evaluation.limit`; None without evaluation
     num_prompts: int  # distinct prompts in `train`
     num_shared_prompts: int  # distinct evaluation prompts that are also trained on; 0 after a hold-out
 
@@ -55,8 +55,8 @@ def load_data(config: Config, base_folder: Path, rows: Sequence[Mapping[str, Any
         distinct = len(set(keys))
         shared = len(set(_prompt_keys(held, settings, settings.eval or "")) & set(keys))
     _check_size(train, config, source)
-    held = held[: config.evaluation.limit]
-    return Data(train, held, fingerprint(train), fingerprint(held) if held else None, distinct, shared)
+    proof = fingerprint(held) if held else None  # of all of them: the limit may change at a resume
+    return Data(train, held[: config.evaluation.limit], fingerprint(train), proof, distinct, shared)
 
 
 def hold_out(rows: list[Row], keys: list[str], count: int, seed: int, source: str = "data") -> tuple[list[Row], list[Row]]:

@@ -28,6 +28,8 @@ from slipstream.errors import DataError
 
 Row = dict[str, Any]
 
+PYTHON_ROWS = "python:rows"  # what a run that was given its rows in Python records as its source
+
 HELP = "give a .jsonl or .parquet file, a folder, id:config:split, reasoning_gym:NAME, or builtin:NAME"
 
 
@@ -85,6 +87,8 @@ def absent_column(column: str, row: Row, where: str, wanted_by: str) -> str:
 
 
 def _read(source: str, settings: DataSettings, base_folder: Path, part: str) -> list[Row]:
+    if source == PYTHON_ROWS:
+        raise DataError("this run was given its rows in Python; give them again with data=...: slipstream.train(..., data=rows)")
     scheme, colon, name = source.partition(":")
     if scheme == "builtin" and colon:
         held_out = f"{name}:eval"

@@ -11,10 +11,11 @@ A role that dies or hangs ends the run with its own cause (`supervisor.decide`);
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from slipstream.controller.controller import Controller
+from slipstream.deadlines import CHECKPOINT_S
 from slipstream.errors import DeadlineExceeded
 from slipstream.launch.context import RunContext
 from slipstream.launch.framing import private_directory
@@ -26,7 +27,7 @@ from slipstream.launch.wire import serve
 from slipstream.weight_sync.memory import MemoryFile
 
 ROLES = ("engine", "trainer", "rollout")
-LEAVE_MARGIN_S = 120.0  # beyond the grace: the last checkpoint and its verification
+LEAVE_MARGIN_S = 120.0  # beyond the grace: rewards under way, the last prefixes
 
 
 async def run_local(context: RunContext, controller: Controller, rewards: Sequence[Callable[..., Any]]) -> None:
@@ -113,13 +114,10 @@ class LocalRun:
 
     async def _left(self) -> None:
         """Wait until trainer and worker have saved what they hold and left."""
-        limit = self._context.config.run.stop_grace_s + self._context.config.trainer.step_timeout_s + LEAVE_MARGIN_S
-        try:
-            async with asyncio.timeout(limit):
-                await self.supervisor.left("trainer")
-                await (self.supervisor.left("rollout") if self._own_worker is None else asyncio.shield(self._own_worker))
-        except TimeoutError:
-            raise DeadlineExceeded(f"trainer and rollout worker did not leave within {limit:.0f} s of the run's end") from None
+        settings = self._context.config
+        await _within("trainer", self.supervisor.left("trainer"), settings.trainer.step_timeout_s + CHECKPOINT_S)
+        worker = self.supervisor.left("rollout") if self._own_worker is None else asyncio.shield(self._own_worker)
+        await _within("rollout worker", worker, settings.run.stop_grace_s + LEAVE_MARGIN_S)
 
     def _may_leave(self, role: str) -> bool:
         """Whether a role that exits with 0 has nothing left to do."""
@@ -130,3 +128,10 @@ class LocalRun:
         self._lifeline.close()
         for memory in (self._page_memory, *self._slots):
             memory.close()
+
+
+async def _within(role: str, leaves: Awaitable[None], limit_s: float) -> None:
+    try:
+        await asyncio.wait_for(leaves, limit_s)
+    except TimeoutError:
+        raise DeadlineExceeded(f"the {role} did not leave within {limit_s:.0f} s of the run's end") from None

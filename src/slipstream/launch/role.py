@@ -16,11 +16,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from slipstream.config.load import load_config
+from slipstream.deadlines import LOAD_S
 from slipstream.launch.context import RunContext
 from slipstream.launch.processes import Child, child_setup
 from slipstream.launch.wire import RemoteController, connect
 
-LOAD_DEADLINE_S = 900.0  # reading or converting a model and proving it
 CONTROLLER_SOCKET = "controller.sock"
 
 
@@ -85,7 +85,7 @@ async def run_role(child: Child) -> int:
     """Connect, work, and report how it ended; the exit code."""
     controller = await connect(controller_socket(child.spec.socket_folder), child.spec.role)
     try:
-        child.progress.working("load", LOAD_DEADLINE_S, owed="model, tokenizer or rewards")
+        child.progress.working("load", LOAD_S, owed="model, tokenizer or rewards")
         await ROLES[child.spec.role](child, controller)
     except Exception as error:
         traceback.print_exc()

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, get_type_hints
 import msgspec
 
 from slipstream import errors
+from slipstream.deadlines import COMMIT_CHECKPOINT_S
 from slipstream.errors import DeadlineExceeded, PeerLost, RoleFailed, SlipstreamError
 from slipstream.launch.framing import Link
 from slipstream.protocols import ControllerAPI
@@ -33,7 +34,7 @@ from slipstream.types import decode, encode
 
 LONG_POLLS = frozenset({"admit", "get_batch", "next_engine", "next_weights"})  # wait for something to happen: no deadline
 CALL_DEADLINE_S = 60.0
-DEADLINES_S = {"commit_checkpoint": 1800.0}  # hashes every file of the checkpoint
+DEADLINES_S = {"commit_checkpoint": COMMIT_CHECKPOINT_S}
 KEPT_ANSWERS = frozenset({"admit"})  # not idempotent: an answer that crosses a cancellation is given to the next call
 MAX_IN_FLIGHT = 256  # calls of one peer served at once; beyond, its socket is not read
 CLOSE_DEADLINE_S = 10.0

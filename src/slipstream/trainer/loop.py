@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+from slipstream.deadlines import CHECKPOINT_S
 from slipstream.errors import RunFolderError
 from slipstream.protocols import ControllerAPI, Manifest, Progress
 from slipstream.trainer.checkpoint import write_checkpoint
@@ -24,7 +25,6 @@ from slipstream.trainer.trainer import Trainer
 from slipstream.types import StepReport
 
 _PUBLISH_DEADLINE_S = 120.0
-_CHECKPOINT_DEADLINE_S = 600.0
 
 
 class Publisher(Protocol):
@@ -84,7 +84,7 @@ async def _publish(trainer: Trainer, controller: ControllerAPI, publisher: Publi
 
 
 async def _checkpoint(trainer: Trainer, controller: ControllerAPI, weights: Manifest, checkpoints: Path, page: Progress) -> None:
-    page.working("checkpoint", _CHECKPOINT_DEADLINE_S, owed=f"checkpoint {trainer.step}")
+    page.working("checkpoint", CHECKPOINT_S, owed=f"checkpoint {trainer.step}")
     run_id, incarnation, ledger_seq = await controller.checkpoint_context()
     try:
         name, manifest = write_checkpoint(
