@@ -256,7 +256,6 @@ class EvalTask(Record, kw_only=True, frozen=True):
     """The controller's order to evaluate the version the engine holds now (pinned)."""
 
     number: int  # of evaluations ordered in this run
-    due_version: int
     rows: tuple[dict[str, Any], ...]
     samples: int
     temperature: float

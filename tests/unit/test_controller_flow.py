@@ -361,19 +361,23 @@ def test_a_failure_wakes_everyone_who_waits_and_meets_everyone_who_asks(folder):
     run(main())
 
 
-def test_an_evaluation_that_is_overtaken_is_skipped_but_never_the_first_or_the_last(folder):
+def test_the_evaluation_of_the_start_is_never_of_another_version(folder):
     async def main():
         observer = Notes()
         controller = start(folder, config(evaluation={"every": 1}, trainer={"steps": 4}), observer)
         await publish(controller, 0)
         await serve_engine(controller)
         first = (await controller.admit(0)).evaluation
-        assert first.due_version == 0 and len(first.rows) == 2
+        assert controller.core.state.evaluations.running.due == 0 and len(first.rows) == 2
         for step in range(3):
             await make_step(controller, step)
-        controller.reassign_running()  # the worker was restarted: the evaluation starts over
+        controller.reassign_running()  # the worker was restarted: what it had begun starts over
         again = (await controller.admit(0)).evaluation
-        assert (again.due_version, again.number) == (0, 1)
+        assert again.number == 1
+        assert controller.core.state.evaluations.running.due == 3
+        assert controller.core.state.evaluations.handled == {0: -1, 1: -1, 2: -1}
+        assert "the evaluation of version 0 is skipped: it had not ended" in "".join(observer.notes)
+        assert summarize(controller.core.state, config(), "", 1.0)["eval_reward_first"] is None
         controller.close()
 
     run(main())

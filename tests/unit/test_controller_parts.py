@@ -58,8 +58,10 @@ def test_idle_is_measured_after_the_first_admission_and_the_first_batch():
     [
         ({}, -1, [], (None, [])),
         ({}, 0, [0], (0, [])),
-        ({}, 12, [0, 10], (0, [])),
-        ({0: 12}, 12, [10], (10, [])),
+        ({}, 7, [0], (None, [0])),
+        ({}, 12, [0, 10], (10, [0])),
+        ({}, 29, [0, 10, 20], (20, [0, 10])),
+        ({0: 0}, 12, [10], (10, [])),
         ({0: 0}, 29, [10, 20], (20, [10])),
         ({0: 0, 10: -1, 20: 29}, 29, [], (None, [])),
         ({0: 0, 20: 20}, 35, [30, 35], (35, [30])),
@@ -68,7 +70,8 @@ def test_idle_is_measured_after_the_first_admission_and_the_first_batch():
 )
 def test_due_evaluations(handled, confirmed, due, chosen):
     assert pending(handled, confirmed, every=10, steps=35) == due
-    assert choose(due) == chosen
+    now, skipped = choose(due, confirmed)
+    assert (now, list(skipped)) == chosen and all(skipped.values())
 
 
 def test_the_evaluation_line_keeps_failures_apart_from_rewards():

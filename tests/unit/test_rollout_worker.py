@@ -523,7 +523,7 @@ def evaluate(engine, settings, task, scorers=None):
 
 def eval_task(rows: int = 3, samples: int = 2, temperature: float = 0.0) -> EvalTask:
     data = tuple({"prompt": f"hi {n}", "answer": "ok" if n else "no"} for n in range(rows))
-    return EvalTask(number=4, due_version=2, rows=data, samples=samples, temperature=temperature)
+    return EvalTask(number=4, rows=data, samples=samples, temperature=temperature)
 
 
 def test_an_evaluation_runs_on_the_pinned_version_and_unpins():

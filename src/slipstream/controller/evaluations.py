@@ -28,15 +28,23 @@ def pending(handled: dict[int, int], confirmed: int, every: int, steps: int) -> 
     return due
 
 
-def choose(due: list[int]) -> tuple[int | None, list[int]]:
-    """(the one to order now, those it makes obsolete). Version 0 is always evaluated; otherwise the newest due wins.
+def choose(due: list[int], confirmed: int) -> tuple[int | None, dict[int, str]]:
+    """(the one to order now, those that are skipped and why). The newest due wins, except that version 0 is evaluated first, and only
+    on the start weights themselves: after a crash amid it a later version would pass for the start.
 
-    >>> choose([0, 25]), choose([25, 50]), choose([])
-    ((0, []), (50, [25]), (None, []))
+    >>> choose([0, 25], 0), choose([25, 50], 51), choose([], 0)
+    ((0, {}), (50, {25: 'version 50 became due before it could start'}), (None, {}))
+    >>> choose([0], 7)
+    (None, {0: 'it had not ended when its worker stopped, and the engine holds version 7 now'})
     """
-    if not due:
-        return None, []
-    return (0, []) if due[0] == 0 else (due[-1], due[:-1])
+    skipped = {}
+    if due and due[0] == 0:
+        if confirmed == 0:
+            return 0, {}
+        skipped[0] = f"it had not ended when its worker stopped, and the engine holds version {confirmed} now"
+        due = due[1:]
+    skipped |= {old: f"version {due[-1]} became due before it could start" for old in due[:-1]}
+    return (due[-1] if due else None), skipped
 
 
 def rewards_of(result: EvalResult) -> list[float]:
@@ -86,17 +94,16 @@ class EvaluationDesk:
         if not self._rows or evaluations.running is not None:
             return None
         confirmed = max(state.engines.values(), default=-1)
-        due, obsolete = choose(pending(evaluations.handled, confirmed, settings.every, self._config.trainer.steps))
-        for old in obsolete:
-            self._journal.record(ev.EvaluationSkipped(due=old, reason=f"version {due} became due before an evaluation could start"))
-            self._journal.observer.note(f"the evaluation of version {old} is skipped: version {due} became due before it could start")
+        due, skipped = choose(pending(evaluations.handled, confirmed, settings.every, self._config.trainer.steps), confirmed)
+        for old, reason in skipped.items():
+            self._journal.record(ev.EvaluationSkipped(due=old, reason=reason))
+            self._journal.observer.note(f"the evaluation of version {old} is skipped: {reason}")
         if due is None:
             return None
         number = evaluations.num_ordered
         self._journal.record(ev.EvaluationOrdered(number=number, due=due))
         return EvalTask(
             number=number,
-            due_version=due,
             rows=self._rows,
             samples=settings.samples,
             temperature=settings.temperature,

@@ -24,6 +24,7 @@ def summarize(state: RunState, config: Config, run_folder: str, wall_s: float) -
     totals, evaluations, staleness = state.totals, state.evaluations, staleness_stats(state.totals.staleness)
     evaluated = ratio(evaluations.engine_s, totals.active_s)
     rewards = [result.reward for result in evaluations.results]
+    at_start = [result.reward for result in evaluations.results if result.version == 0]
     return {
         "run_folder": run_folder,
         "run_name": config.run.name,
@@ -31,7 +32,7 @@ def summarize(state: RunState, config: Config, run_folder: str, wall_s: float) -
         "steps": state.step,
         "steps_planned": config.trainer.steps,
         "model_version": state.step,
-        "eval_reward_first": rewards[0] if rewards else None,
+        "eval_reward_first": at_start[0] if at_start else None,  # of the start weights, and of no other version
         "eval_reward_last": rewards[-1] if rewards else None,
         "evaluations": len(rewards),
         "evaluations_skipped": evaluations.num_skipped,
