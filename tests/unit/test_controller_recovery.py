@@ -390,6 +390,21 @@ def test_a_deterministic_resume_goes_on_from_a_rewind_that_was_made_since_its_ch
     run(main())
 
 
+def test_a_deterministic_resume_says_what_keeps_it_from_being_exact(folder):
+    async def main():
+        settings, notes = config(run={"deterministic": True}), {}
+        for number, torch in enumerate(("2.13.0", "2.13.0", "2.14.0")):
+            notes[number] = Notes()
+            start(folder, settings, notes[number], fingerprint={"torch": torch, "dtype": "float32"}).close()
+        said = {number: [n for n in each.notes if "bit-exact" in n] for number, each in notes.items()}
+        assert said == {0: [], 1: [], 2: ["the resumed run cannot be bit-exact: torch was 2.13.0, is 2.14.0"]}
+        loose = Notes()
+        start(folder, config(), loose, fingerprint={"torch": "2.15.0"}).close()
+        assert not [n for n in loose.notes if "bit-exact" in n], "only a deterministic run promises it"
+
+    run(main())
+
+
 def test_a_rewind_names_the_checkpoints_there_are(folder):
     async def main():
         await live(folder, config())

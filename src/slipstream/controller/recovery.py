@@ -65,6 +65,7 @@ def start_run(ledger: Ledger, folder: Path, config: Config, identity: Identity, 
         state = fold(event for _, _, _, event in ledger.live_events())
         start = _rewind(ledger, folder, state, rewind) if rewind is not None else _resume(ledger, folder, state, config)
         if start.kind == "deterministic_resume":
+            start.notes += _inexact(ledger.last_start.numerics, identity.numerics)
             state = fold(event for _, _, _, event in ledger.live_events(until=_regenerate_from(ledger, start)))
         event = _restarted(ledger, folder, state, config, identity, start)
     state = apply(state, event)
@@ -148,6 +149,13 @@ def _check_identity(ledger: Ledger, config: Config, identity: Identity) -> None:
         raise ResumeError(
             f"the run in {Path(ledger.path).parent} cannot go on: " + "; ".join(changed) + ". Set them back or start a new run."
         )
+
+
+def _inexact(recorded: dict[str, str], now: dict[str, str]) -> list[str]:
+    """A note that names what keeps a deterministic run from going on bit for bit; none where the fingerprints agree."""
+    names = [name for name in dict.fromkeys((*recorded, *now)) if recorded.get(name) != now.get(name)]
+    differences = "; ".join(f"{name} was {recorded.get(name, 'unknown')}, is {now.get(name, 'unknown')}" for name in names)
+    return [f"the resumed run cannot be bit-exact: {differences}"] if names else []
 
 
 def _resume(ledger: Ledger, folder: Path, state: RunState, config: Config) -> Start:
