@@ -148,7 +148,7 @@ class Schedule:
         if a.restart and r.random() < a.restart:
             return [("restart", r.randrange(a.engines))]
         out: list[tuple] = []
-        if self.core.intake.work_waits:
+        if self.core.intake.gate > 0 or self.core.intake._may_go_on:
             out.append(("admit",))
         for group_id, task in self.tasks.items():
             if task.engine is None:
@@ -319,7 +319,7 @@ class Schedule:
 
     def crash(self) -> None:
         """Everything dies; sometimes just after the core has decided something that is not yet durable."""
-        if self.random.random() < 0.5 and self.core.gate:
+        if self.random.random() < 0.5 and self.core.intake.gate:
             self.core.admit(2)
         if self.random.random() < 0.5 and self.asked < self.steps and len(self.queue) < self.adversary.prefetch:
             self.core.try_batch(self.asked)

@@ -325,6 +325,21 @@ def test_who_waits_for_another_gives_up_after_it():
     assert math.isinf(wire.METHODS["get_batch"].deadline_s) and math.isinf(wire.METHODS["next_weights"].deadline_s)
 
 
+def test_an_engine_that_is_gone_gives_its_lease_to_the_next_one(folder):
+    async def main():
+        controller = start(folder, config())
+        await publish(controller, 0)
+        await controller.next_weights("e0", 1, -1)
+        with pytest.raises(WeightSyncError, match="3 slots serve 1 engine"):
+            await controller.next_weights("e1", 1, -1)
+        controller.engine_gone("e0", "it died")
+        assert "e0" not in controller.core.state.engines
+        assert (await controller.next_weights("e1", 1, -1)).manifest.version == 0
+        controller.close()
+
+    run(main())
+
+
 def test_a_stop_lets_everyone_leave(folder):
     async def main():
         controller = start(folder, config())

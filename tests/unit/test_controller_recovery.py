@@ -24,6 +24,7 @@ from controller_fakes import (
 )
 
 from slipstream.controller.accounts import check_accounts
+from slipstream.controller.admission import worst_staleness
 from slipstream.controller.controller import open_controller
 from slipstream.controller.ledger import LedgerReader
 from slipstream.controller.run_folder import RunFolder
@@ -73,7 +74,7 @@ def test_a_crash_in_any_call_loses_no_group_and_trains_none_twice(folder, calls)
         first, before = await live(folder, settings, calls, outcome=flaky)
         recorded = {s: tuple(m.group_id for m in b.members) for s, b in first.core.state.batches.items()}
         second, after = await live(folder, settings, outcome=flaky)
-        assert second.incarnation == 2 and second.finished
+        assert second.incarnation == 2 and second.core.finished
         for step, ids in before.trained.items():
             if step >= second.start_step:
                 assert after.trained[step] == ids == recorded[step], "trained again in recorded order with recorded groups"
@@ -81,7 +82,7 @@ def test_a_crash_in_any_call_loses_no_group_and_trains_none_twice(folder, calls)
         trained = [g for step in sorted(account.batches) for g in account.batches[step]]
         assert len(trained) == len(set(trained)) == 12
         assert second.core.state.totals.trained_groups == 12
-        assert max(second.core.state.totals.staleness) <= second.staleness_bound
+        assert max(second.core.state.totals.staleness) <= worst_staleness(1, 2, 2)
 
     run(main())
 
@@ -92,7 +93,7 @@ def test_two_crashes_and_a_finished_group_keeps_its_place(folder):
         await live(folder, settings, 40)
         await live(folder, settings, 25)
         third, _ = await live(folder, settings)
-        assert third.incarnation == 3 and third.finished
+        assert third.incarnation == 3 and third.core.finished
         assert account_of(folder).counts["trained"] == 12
 
     run(main())
@@ -144,7 +145,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(folder):
         damage(folder.checkpoints / "step-6" / "model.bin")
         observer = Notes()
         second = start(folder, settings, observer)
-        assert second.start_step == 4 and second.start_checkpoint == folder.checkpoints / "step-4"
+        assert second.start_step == 4 and second.start.folder == folder.checkpoints / "step-4"
         assert "step-6 is refused" in observer.notes[0] and "model.bin" in observer.notes[0]
         assert (folder.checkpoints / "refused-6").is_dir()
         roles = Roles(second)
@@ -203,7 +204,7 @@ def test_a_checkpoint_that_the_ledger_does_not_reach_or_of_another_run_is_refuse
     async def main():
         settings = config(checkpoint={"every": 100})
         first, _ = await live(folder, settings, 60)
-        of = {"run_id": first.run_id, "incarnation": 1, "ledger_seq": 20} | change
+        of = {"run_id": first.core.state.run_id, "incarnation": 1, "ledger_seq": 20} | change
         write_checkpoint(folder.checkpoints / "step-1", 1, **of)
         observer = Notes()
         second = start(folder, settings, observer)
@@ -369,7 +370,7 @@ def test_a_rewind_to_the_initial_model_when_the_first_groups_are_gone(folder):
         assert account.counts == {"trained": 12, "dropped: rewound": 12, "dropped: failed": drawn - 12}
         assert [t.row for t in roles.assigned][:4] == [{"question": account.places[g].row} for g in range(4)], "drawn from the beginning"
         third, _ = await live(folder, config(trainer={"steps": 7}))
-        assert third.start_step == 6 and third.finished
+        assert third.start_step == 6 and third.core.finished
 
     run(main())
 

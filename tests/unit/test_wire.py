@@ -91,8 +91,6 @@ class Wired:
 
     def __init__(self):
         self.failures: list = []
-        self.lost: list = []
-        self.lost_event = asyncio.Event()
 
     async def __aenter__(self):
         self._directory = private_directory()
@@ -100,13 +98,15 @@ class Wired:
         self.path = os.path.join(self.directory, "controller")
         self.api = FakeController()
 
-        def on_lost(role, error):
-            self.lost.append((role, str(error)))
-            self.lost_event.set()
-
-        self.server = await wire.serve(self.api, self.path, on_failed=lambda *what: self.failures.append(what), on_lost=on_lost)
+        self.server = await wire.serve(self.api, self.path, on_failed=lambda *what: self.failures.append(what))
         self.client = await wire.connect(self.path, "rollout")
         return self
+
+    async def lost(self, role: str) -> str:
+        """Wait until the controller's side has seen this role go; what it says of that."""
+        (link,) = [session.link for session in self.server._sessions if session.peer and session.peer.role == role]
+        await link.wait_closed()
+        return str(link.lost)
 
     async def __aexit__(self, *_):
         await self.client.close()
@@ -263,8 +263,7 @@ def test_kill_9_of_a_role_is_seen_and_its_long_polls_end():
             )
             await w.api.called.wait()
             child.kill()
-            await w.lost_event.wait()
-            assert w.lost[0][0] == "engine" and f"engine (pid {child.pid}) was lost" in w.lost[0][1]
+            assert f"engine (pid {child.pid}) was lost" in await w.lost("engine")
             child.wait(DEADLINE_S)
             await asyncio.sleep(0)
             assert w.api.cancelled == ["next_weights"]
@@ -280,8 +279,10 @@ def test_a_role_reports_its_own_error():
                 raise MemoryError("no more")
             except MemoryError as error:
                 w.client.failed(error)
+            gone = asyncio.create_task(w.lost("rollout"))
+            await asyncio.sleep(0)
             await w.client.close()
-            await w.lost_event.wait()
+            await gone
             ((role, failure),) = w.failures
             assert (role, failure.kind, failure.message) == ("rollout", "MemoryError", "no more")
             assert "test_wire.py" in failure.traceback

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from slipstream import deadlines
 from slipstream.beside import beside
 from slipstream.config import Config
-from slipstream.controller import admission, checkpoints
+from slipstream.controller import checkpoints
 from slipstream.controller.core import ControllerCore
 from slipstream.controller.ledger import Ledger
 from slipstream.controller.recovery import Identity, Start, start_run
@@ -114,48 +114,9 @@ class Controller:
         return self.core.state.incarnation
 
     @property
-    def run_id(self) -> str:
-        return self.core.state.run_id
-
-    @property
     def start_step(self) -> int:
         """Batches finished when this incarnation started; the trainer publishes its start weights as this version."""
         return self.start.step
-
-    @property
-    def start_checkpoint(self) -> Path | None:
-        """The folder that the trainer loads; None for the initial model."""
-        return self.start.folder
-
-    @property
-    def broker(self) -> Broker:
-        return self.core.broker
-
-    @property
-    def observer(self) -> Observer:
-        return self.core.observer
-
-    @property
-    def staleness_bound(self) -> int:
-        return self.core.bound
-
-    @property
-    def num_slots(self) -> int:
-        return admission.num_slots(self.core.state.max_staleness, self.core.state.groups_per_step)
-
-    @property
-    def gate_open(self) -> bool:
-        """Whether a new group would be admitted now."""
-        return self.core.gate > 0
-
-    @property
-    def finished(self) -> bool:
-        """Every step is made and the last version is evaluated."""
-        return self.core.finished
-
-    @property
-    def stopping(self) -> bool:
-        return self.core.stopping
 
     async def wait_finished(self) -> str:
         """How the run ended, "finished" or "stopped"; raises the error that ends the run."""
@@ -180,10 +141,6 @@ class Controller:
     async def changed(self) -> None:
         """Wait for the next change. No deadline of its own: the caller has one."""
         await self._changed.wait()
-
-    def why_waiting(self) -> str:
-        """What the run waits for, in words."""
-        return f"{self.core.why_no_batch(self.core.state.next_batch)}; {self.core.why_no_work()}"
 
     def reassign_running(self) -> None:
         """The worker is gone or starts anew: hand running groups out again with their recorded prefixes, order its evaluation again."""

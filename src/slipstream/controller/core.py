@@ -65,16 +65,6 @@ class ControllerCore:
         return self.journal.state
 
     @property
-    def bound(self) -> int:
-        """Worst staleness under the present settings."""
-        return admission.worst_staleness(self.state.max_staleness, self.state.groups_per_step, self.state.window)
-
-    @property
-    def gate(self) -> int:
-        """New groups that may be admitted now."""
-        return self.intake.gate
-
-    @property
     def trained(self) -> bool:
         """Every step is made."""
         return self.state.step >= self.config.trainer.steps

@@ -50,11 +50,6 @@ class Intake:
         return admission.worst_staleness(self._state.max_staleness, self._state.groups_per_step, self._state.window)
 
     @property
-    def work_waits(self) -> bool:
-        """Whether a worker with room would get a group now."""
-        return self.gate > 0 or self._may_go_on
-
-    @property
     def _may_go_on(self) -> bool:
         """Whether the first group that no worker has may run on some engine."""
         return bool(self._unassigned) and self._state.permit(self._unassigned[0]) <= self._state.step

@@ -119,18 +119,12 @@ class Peer:
 class ControllerServer:
     """Serves one `ControllerAPI` to the roles that connect.
 
-    `on_failed(role, failure)` is told what a role reports of its own end, `on_lost(role, error)` that its connection ended.
+    `on_failed(role, failure)` is told what a role reports of its own end.
     """
 
-    def __init__(
-        self,
-        api: ControllerAPI,
-        on_failed: Callable[[str, Failure], None] = lambda role, failure: None,
-        on_lost: Callable[[str, PeerLost], None] = lambda role, error: None,
-    ):
+    def __init__(self, api: ControllerAPI, on_failed: Callable[[str, Failure], None] = lambda role, failure: None):
         self._api = api
         self._on_failed = on_failed
-        self._on_lost = on_lost
         self._sessions: set[_Session] = set()
         self._server: asyncio.Server | None = None
 
@@ -227,8 +221,6 @@ class _Session:
     def _lost(self, error: PeerLost) -> None:
         self._server._sessions.discard(self)
         self._end_long_polls()
-        if self.peer is not None:
-            self._server._on_lost(self.peer.role, error)
 
     def _end_long_polls(self) -> None:
         """Nobody waits for these answers. What changes the ledger (the quick calls) is left to finish."""
@@ -252,10 +244,9 @@ async def serve(
     path: str,
     *,
     on_failed: Callable[[str, Failure], None] = lambda role, failure: None,
-    on_lost: Callable[[str, PeerLost], None] = lambda role, error: None,
 ) -> ControllerServer:
     """Serve `api` on a socket at `path` until `close`."""
-    server = ControllerServer(api, on_failed, on_lost)
+    server = ControllerServer(api, on_failed)
     await server.start(path)
     return server
 
