@@ -40,11 +40,11 @@ def run_file(folder: Path) -> Path:
     path = folder / "run.toml"
     settings = {
         "launch": "local",
-        "run": {"folder": str(folder / "run"), "stop_grace_s": 0.2},
+        "run": {"folder": str(folder / "run"), "stop_grace_s": 0.0},
         "model": {"name": "builtin:tiny"},
         "data": {"train": "builtin:sort_digits"},
         "reward": [{"function": "rewards.py:spread"}],
-        "rollout": {"group_size": 4, "max_new_tokens": 32, "temperature": 3.0},
+        "rollout": {"group_size": 4, "max_new_tokens": 40, "temperature": 8.0},
         "engine": {"slots": 16, "max_context": 64},
         "trainer": {"steps": 1000, "groups_per_step": 4, "learning_rate": 1e-4},
         "checkpoint": {"every": 2, "keep": 3},

@@ -31,7 +31,7 @@ from slipstream.controller.recovery import Identity, Start, start_run
 from slipstream.controller.run_folder import RunFolder
 from slipstream.controller.timing import MonotonicClock
 from slipstream.controller.versions import Broker
-from slipstream.errors import CheckpointError, DeadlineExceeded
+from slipstream.errors import CheckpointError, DeadlineExceeded, RunFailed
 from slipstream.protocols import CheckpointManifest, Clock, Manifest, Observer, WeightsOffer
 from slipstream.types import Batch, EngineReport, EvalResult, Group, PrefixChunk, StepReport, Work
 
@@ -338,11 +338,16 @@ class Controller:
             self._later = None
         try:
             self.core.commit()
-        except BaseException as error:
-            future.set_exception(error)
-            future.exception()  # seen: whoever waits raises it, and so does everyone who asks later
-            self.fail(error)
-            if not isinstance(error, Exception):
-                raise  # KeyboardInterrupt: at once, not when somebody looks
+        except Exception as error:
+            self._end(future, error)
+        except BaseException as error:  # KeyboardInterrupt out of an observer: raised here, once; a task that raised it would stop the loop
+            self._end(future, RunFailed(f"stopped at once ({type(error).__name__})"))
+            raise
         else:
             future.set_result(None)
+
+    def _end(self, commit: asyncio.Future[None], error: Exception) -> None:
+        """The commit failed: whoever waits for it raises the error, and so does everyone who asks later."""
+        commit.set_exception(error)
+        commit.exception()  # seen, also where nobody waits
+        self.fail(error)
