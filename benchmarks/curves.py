@@ -68,7 +68,7 @@ def times(metrics: Metrics) -> dict[int, float]:
 
 
 def draw(runs: list[tuple[Path, Metrics]], title: str, target: Path) -> None:
-    figure, axis = plt.subplots(figsize=(7, 3.6))
+    figure, axis = plt.subplots(figsize=(7, 4))
     for (folder, metrics), colour in zip(runs, COLOURS * len(runs), strict=False):
         at = times(metrics)
         seed = tomllib.loads((folder / "config.toml").read_text())["run"]["seed"]
@@ -77,9 +77,9 @@ def draw(runs: list[tuple[Path, Metrics]], title: str, target: Path) -> None:
         sampled = [line["reward_mean"] for line in metrics.steps]
         smooth = [mean(sampled[max(0, i - LAST_STEPS + 1) : i + 1]) for i in range(len(sampled))]
         axis.plot([line["time_s"] for line in metrics.steps], smooth, color=colour, linewidth=0.8, alpha=0.6, label="training, sampled")
-    axis.set(title=title, xlabel="wall-clock, s", ylabel="reward", ylim=(0, 1))
+    axis.set(title=title, xlabel="wall-clock, s", ylabel="reward", ylim=(0, 1.02))
     axis.grid(alpha=0.25)
-    axis.legend(fontsize=7, loc="lower right", ncols=len(runs))
+    axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(runs), frameon=False)
     figure.tight_layout()
     figure.savefig(target, metadata={"Date": None})
 
