@@ -22,7 +22,7 @@ ADVERSARIES = {
     "crashes": dict(crash=0.01),
     "everything": EVERYTHING,
 }
-SEEDS = 24
+SEEDS = 40
 
 
 @pytest.mark.parametrize("name", ADVERSARIES)
