@@ -57,8 +57,8 @@ class Result:
 def train(
     config: Config | LoadedConfig | None = None,
     *,
-    model: str | None = None,
-    data: str | Sequence[Mapping[str, Any]] | None = None,
+    model: str | Mapping[str, Any] | None = None,
+    data: str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     reward: Reward | Sequence[Reward] | None = None,
     on_step: OnStep | None = None,
     resume: str | Path | None = None,
@@ -69,11 +69,11 @@ def train(
 ) -> Result:
     """Train, and return when the run has ended.
 
-    Either a `Config`, or the short form: `model` and `data` are names as in a run file (`data` may also be a list of rows), `reward` is
-    one or more functions, and further tables are keywords, e.g. `trainer={"steps": 20}`. Reward functions given here run in threads of
-    this process, so closures work. `on_step` gets the metric line of every step. `resume` is a run folder or "newest"; `rewind` goes
-    back to that step's checkpoint on purpose. `stream` is where the display goes (None: nowhere), `started` the monotonic second from
-    which `wall_s` counts.
+    Either a `Config`, or the short form: `model` and `data` are names as in a run file, or whole tables (`data={"train": ...,
+    "eval": ...}`); `data` may also be a list of rows. `reward` is one or more functions; further tables are keywords, e.g.
+    `trainer={"steps": 20}`. Reward functions given here run in threads of this process, so closures work. `on_step` gets the metric line
+    of every step. `resume` is a run folder or "newest"; `rewind` goes back to that step's checkpoint on purpose. `stream` is where the
+    display goes (None: nowhere), `started` the monotonic second from which `wall_s` counts.
 
     Works inside a running event loop (a notebook): the run then has a thread of its own. The first Ctrl-C saves and ends the run with what
     it has; the second stops at once (KeyboardInterrupt).
@@ -81,24 +81,21 @@ def train(
     Raises ConfigError for wrong settings, and otherwise the error of the part that ended the run.
     """
     rewards: tuple[Reward, ...] = () if reward is None else (reward,) if callable(reward) else tuple(reward)
-    rows = None if data is None or isinstance(data, str) else list(data)
-    source = data if isinstance(data, str) else None
-    loaded = _settings(config, model, source, tables, reward_given=bool(rewards))
+    rows = None if data is None or isinstance(data, str | Mapping) else list(data)
+    for table, name, value in (("model", "name", model), ("data", "train", None if rows is not None else data)):
+        if value is not None:
+            tables[table] = {name: value} if isinstance(value, str) else dict(value)
+    loaded = _settings(config, tables, reward_given=bool(rewards))
     if rows is not None:
         loaded = _with_python_rows(loaded)
     run = _Run(loaded, rewards, rows, on_step, stream, time.monotonic() if started is None else started)
     return _run_blocking(lambda: run.run(resume, rewind), run)
 
 
-def _settings(
-    config: Config | LoadedConfig | None, model: str | None, data: str | None, tables: dict[str, Any], *, reward_given: bool
-) -> LoadedConfig:
+def _settings(config: Config | LoadedConfig | None, tables: dict[str, Any], *, reward_given: bool) -> LoadedConfig:
     if config is None:
-        for table, name, value in (("model", "name", model), ("data", "train", data)):
-            if value is not None:
-                tables[table] = {**tables.get(table, {}), name: value}
         return load_tables(tables, reward_given=reward_given)
-    if model is not None or data is not None or tables:
+    if tables:
         raise ConfigError("give either a Config or model, data and tables, not both")
     if isinstance(config, LoadedConfig):
         return config

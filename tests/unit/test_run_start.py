@@ -213,3 +213,14 @@ def test_rows_from_python_are_recorded_as_such_and_wanted_again(tmp_path: Path) 
         again(resume=folder)
     with pytest.raises(DataError, match=r"its rows in Python; give them again with data=\.\.\."):
         train(load_tables(tables(folder, data={"train": "python:rows"}), reward_given=True), reward=len, resume=folder)
+
+
+def test_model_and_data_may_be_whole_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("slipstream.run._run_blocking", lambda main, run: seen.append(run._config))
+    train(
+        model={"name": "builtin:tiny", "dtype": "bfloat16"},
+        data={"train": "builtin:sort_digits", "eval": 50},
+        reward=lambda completion: 1.0,
+    )
+    assert (seen[0].model.dtype, seen[0].data.eval) == ("bfloat16", 50)
