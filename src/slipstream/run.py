@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar
 
 from slipstream.beside import beside
 from slipstream.config.load import LoadedConfig, check_config, load_config, load_tables
-from slipstream.config.resume import check_resume
+from slipstream.config.resume import changed_settings, check_resume
 from slipstream.config.settings import Config
 from slipstream.controller.controller import Controller, open_controller
 from slipstream.controller.run_folder import RunFolder
@@ -134,7 +134,10 @@ class _Run:
         self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
         config = self._config
         with contextlib.ExitStack() as held:
-            folder = None if resume is None else _hold(held, _folder_to_resume(config, resume))
+            folder, changes = None, {}
+            if resume is not None:
+                folder, changes = _folder_to_resume(config, resume)
+                _hold(held, folder)
             data = load_data(config, self._loaded.base_folder, self._rows)
             await beside(check_memory, config)
             if folder is None:  # only now: what is wrong with data or machine leaves no empty folder behind
@@ -142,9 +145,9 @@ class _Run:
                 folder.save_config(config)  # before the ledger: whatever happens now, the run can be gone on with
             observer = open_observer(folder.path, config, stream=self._stream, describe_item=_item_text(config, data))
             held.callback(observer.close)
-            return await self._launch(folder, data, observer, rewind)
+            return await self._launch(folder, data, observer, rewind, changes)
 
-    async def _launch(self, folder: RunFolder, data: Data, observer: RunObserver, rewind: int | None) -> Result:
+    async def _launch(self, folder: RunFolder, data: Data, observer: RunObserver, rewind: int | None, changes: dict[str, Any]) -> Result:
         config, broker = self._config, _broker(self._config)
         for note in data.notes():
             observer.note(note)
@@ -161,6 +164,8 @@ class _Run:
             code_version=code_version(),
             rewind=rewind,
         )
+        if changes:
+            controller.settings_changed(changes, "resume")
         self._controller = controller
         context = RunContext(config, self._loaded.base_folder, folder.path, controller.incarnation, controller.start_step)
         try:
@@ -217,9 +222,9 @@ class _CallsBack:
         self._observer.note(text)
 
 
-def _folder_to_resume(config: Config, resume: str | Path) -> RunFolder:
-    """The run folder to go on with; its recorded settings must allow the new ones. The newest run of a run file that names a folder is
-    the one there."""
+def _folder_to_resume(config: Config, resume: str | Path) -> tuple[RunFolder, dict[str, Any]]:
+    """The run folder to go on with, whose recorded settings must allow the new ones, and what has changed in them. The newest run of a run
+    file that names a folder is the one there."""
     if str(resume) != NEWEST:
         folder = RunFolder.open(resume)
     elif config.run.folder is not None:
@@ -228,7 +233,7 @@ def _folder_to_resume(config: Config, resume: str | Path) -> RunFolder:
         folder = RunFolder.newest(config.run.name)
     recorded = load_config([folder.config], reward_given=True, checked=False).config
     check_resume(recorded, config, str(folder.path))
-    return folder
+    return folder, changed_settings(recorded, config)
 
 
 def _hold(held: contextlib.ExitStack, folder: RunFolder) -> RunFolder:

@@ -13,7 +13,9 @@ import pytest
 from run_harness import Held, run, spread, step_lines, tables, told
 
 from slipstream.cli.main import main
+from slipstream.controller import events as ev
 from slipstream.controller.controller import Controller
+from slipstream.controller.ledger import LedgerReader
 from slipstream.controller.run_folder import RunFolder
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.errors import ResumeError, RunFailed, RunFolderError
@@ -38,6 +40,9 @@ def test_a_finished_run_is_extended_and_a_second_resume_changes_nothing(tmp_path
     assert story.account.counts == {"trained": 6 * 2}
     assert [line["step"] for line in step_lines(folder)] == [0, 1, 2, 3, 4, 5], "a step was made twice"
     assert step_lines(folder)[-1]["learning_rate"] == pytest.approx(1e-4)
+    with LedgerReader.open(folder / "ledger.sqlite") as reader:
+        changes = [event.changes for *_, event in reader.live_events() if isinstance(event, ev.SettingsChanged)]
+    assert changes == [{"trainer.steps": 6, "trainer.learning_rate": 1e-4}, {"trainer.learning_rate": 1e-3}]
 
 
 def test_rewind_drops_what_came_after_and_draws_its_prompts_again(tmp_path: Path) -> None:

@@ -119,6 +119,17 @@ def compare_for_resume(old: Config, new: Config) -> list[str]:
     return refusals
 
 
+def changed_settings(old: Config, new: Config) -> dict[str, Any]:
+    """Dotted key -> new value (None: no longer set) of every setting that differs.
+
+    >>> from slipstream.config.settings import TrainerSettings
+    >>> changed_settings(Config(), Config(trainer=TrainerSettings(steps=7)))
+    {'trainer.steps': 7}
+    """
+    before, after = _flat(old.model_dump()), _flat(new.model_dump())
+    return {path: after.get(path) for path in dict.fromkeys((*before, *after)) if before.get(path) != after.get(path)}
+
+
 def check_resume(old: Config, new: Config, folder: str) -> None:
     """Raise ResumeError with every refused change."""
     refusals = compare_for_resume(old, new)

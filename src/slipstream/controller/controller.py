@@ -25,6 +25,7 @@ from slipstream import deadlines
 from slipstream.beside import beside
 from slipstream.config import Config
 from slipstream.controller import checkpoints
+from slipstream.controller import events as ev
 from slipstream.controller.core import ControllerCore
 from slipstream.controller.ledger import Ledger
 from slipstream.controller.recovery import Identity, Start, start_run
@@ -126,6 +127,11 @@ class Controller:
             return "finished" if self.core.finished else "stopped" if self.core.stopping else None
 
         return await self._wait(ended, lambda: f"the run does not end: {self.core.why_no_work()}", self._quiet_s, lambda: self._events)
+
+    def settings_changed(self, changes: dict[str, Any], reason: str) -> None:
+        """Record settings that are not those the run had so far: what a replay must know."""
+        self.core.journal.record(ev.SettingsChanged(changes=changes, reason=reason))
+        self._commit_later()
 
     def request_stop(self, reason: str = "") -> None:
         """First Ctrl-C: no more admissions, no further batch, workers are told to leave. Returns at once."""
