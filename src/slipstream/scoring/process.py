@@ -73,7 +73,7 @@ class ProcessScorer:
                 if healthy:
                     self._idle.append(child)
                 else:
-                    child.kill()
+                    await child.end()
             if len(scores) != len(group.rollouts):
                 raise ScoringError(f"reward {self.name!r}: {len(scores)} scores for {len(group.rollouts)} rollouts")
             return scores
@@ -84,7 +84,7 @@ class ProcessScorer:
         for child in children:
             child.kill()
         for child in children:
-            await child.wait_exit()
+            await child.end()
 
 
 class _FunctionFailed(Exception):
@@ -97,7 +97,8 @@ class _Child:
     def __init__(self, name: str, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._name, self._process, self._reader, self._writer = name, process, reader, writer
         self._exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        threading.Thread(target=self._watch, args=(asyncio.get_running_loop(),), name=f"watch {name}", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, args=(asyncio.get_running_loop(),), name=f"watch {name}", daemon=True)
+        self._watcher.start()
 
     @classmethod
     async def start(cls, setup: ChildSetup) -> _Child:
@@ -109,15 +110,15 @@ class _Child:
             async with asyncio.timeout(START_TIMEOUT_S):
                 reply = await child._ask(encode(setup))
         except TimeoutError:
-            child.kill()
+            await child.end()
             raise ConfigError(f"reward {setup.name!r}: loading {setup.function} took longer than {START_TIMEOUT_S:g} s") from None
         except ScoringError as error:
             raise ConfigError(f"{error} while it was loading {setup.function}") from error
         except asyncio.CancelledError:
-            child.kill()
+            await child.end()
             raise
         if reply.failure is not None:
-            child.kill()
+            await child.end()
             raise ConfigError(reply.failure)
         return child
 
@@ -164,9 +165,12 @@ class _Child:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._writer.close()
 
-    async def wait_exit(self) -> None:
-        """Wait for the end of a killed process; SIGKILL cannot be ignored, so the deadline is a formality."""
+    async def end(self) -> None:
+        """Kill the process and wait for its end; SIGKILL cannot be ignored, so the deadline is a formality."""
+        self.kill()
         await asyncio.wait({self._exited}, timeout=EXIT_TIMEOUT_S)
+        if self._exited.done():
+            self._watcher.join()  # it has nothing left to do but return
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         code = self._process.wait()
