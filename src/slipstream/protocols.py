@@ -84,6 +84,10 @@ class ControllerAPI(Protocol):
         """Record sampled tokens of running rollouts (durable once it returns)."""
         ...
 
+    async def interrupted(self, group_id: int, sample: int, attempt: int, num_tokens: int) -> bool:
+        """A rollout was aborted by new weights and its tokens are discarded (interrupt = abort_retry). Whether it may start anew."""
+        ...
+
     async def finish_group(self, group: Group) -> None:
         """A group has run: all rollouts finished or failed, scored. Idempotent per (group_id, attempt)."""
         ...

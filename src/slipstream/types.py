@@ -27,6 +27,7 @@ class StopReason(StrEnum):
     STOP = "stop"  # a stop token (which is part of the tokens and is trained) or a stop string
     LENGTH = "length"  # max_new_tokens or the context was reached: scored as it is, and counted
     ABORT = "abort"  # the engine was asked to stop it
+    INTERRUPT = "interrupt"  # new weights stopped it; it goes on from its tokens or starts anew
 
     @property
     def truncated(self) -> bool:
@@ -250,6 +251,7 @@ class Assignment(Record, kw_only=True, frozen=True):
     row: dict[str, Any]
     min_version: int  # generate only on an engine at this version or later
     prefixes: tuple[PrefixChunk, ...] = ()  # merged, one per recorded sample, after a resume
+    retries: dict[int, int] = {}  # sample -> times it was started anew (interrupt = abort_retry); its attempt is attempt + retries
 
 
 class EvalTask(Record, kw_only=True, frozen=True):
@@ -283,6 +285,7 @@ class Work(Record, kw_only=True, frozen=True):
 
     assignments: tuple[Assignment, ...] = ()
     evaluation: EvalTask | None = None
+    cancel: tuple[tuple[int, int], ...] = ()  # (group_id, attempt) of running groups that can no longer be consumed: end them at once
     stop: bool = False  # finish or save what runs, then leave
 
 
@@ -335,6 +338,8 @@ class GenerateRequest(Record, kw_only=True, frozen=True):
     stop_token_ids: tuple[int, ...]
     min_version: int = 0
     seed: int = 0
+    oldest_version: int | None = None  # of the tokens sampled so far in this rollout
+    state: int | None = None  # id of a saved state whose keys and values fit the first tokens (`EngineClient.save`)
 
     @property
     def key(self) -> tuple[str, int, int, int, int]:
@@ -354,6 +359,8 @@ class Frame(Record, kw_only=True, frozen=True):
     finished: tuple[tuple[int, StopReason], ...] = ()
     prefilled: tuple[tuple[int, int, int], ...] = ()  # (handle, incarnation, version) whose weights made the prompt's KV
     num_prefill_tokens: int = 0
+    saved: tuple[tuple[int, int], ...] = ()  # (handle, state id): the state of an interrupted request was kept under this id
+    recomputed: tuple[int, ...] = ()  # handles whose keys and values were made again, by the weights of this frame's version
 
 
 # ---- encoding ----------------------------------------------------------------------------------------------------------------

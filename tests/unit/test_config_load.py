@@ -116,7 +116,7 @@ def test_every_problem_at_once_each_with_source_key_value_and_what_is_allowed(tm
     weight = 2
     """
     run = write(tmp_path, "run.toml", text)
-    problems = problems_of([run], ["--buffer.max_stalenes", "2", "--buffer.on-stale=drop", "stray", "--trainer.steps"])
+    problems = problems_of([run], ["--buffer.max_stalenes", "2", "--buffer.on-stale=forget", "stray", "--trainer.steps"])
     wanted = [
         ("run.toml", "steps = 4", "unknown key", "trainer.steps"),
         ("run.toml", "trainer.stepz = 5", "unknown key", "trainer.steps"),
@@ -127,7 +127,7 @@ def test_every_problem_at_once_each_with_source_key_value_and_what_is_allowed(tm
         ("run.toml", "reward.0.function", "missing"),
         ("run.toml", "rollout.group_size = 1"),  # a cross-field check beside the wrong types
         ("command line", "buffer.max_stalenes", "did you mean buffer.max_staleness?"),
-        ("command line", "buffer.on_stale", '"drop"', '"mask_tokens" | "keep"'),
+        ("command line", "buffer.on_stale", '"forget"', '"mask_tokens" | "down_weight" | "drop"'),
         ("command line", "stray"),
         ("command line", "--trainer.steps needs a value"),
     ]

@@ -68,14 +68,38 @@ class RewardSettings(Settings):
 
 
 class RolloutSettings(Settings):
-    group_size: int = Field(default=8, ge=1, description="G: rollouts per prompt.")
+    group_size: int = Field(default=8, ge=1, description="G: rollouts per prompt that are trained.")
+    oversample: int | None = Field(
+        default=None, ge=1, description="Rollouts sampled per prompt, of which group_size are kept; group_size by default."
+    )
+    selection: Literal["uniform", "roc"] = Field(
+        default="uniform",
+        description="Which of the oversampled rollouts are kept: a uniform draw, or resample-on-correct (positives with the least penalty, "
+        "negatives drawn uniformly).",
+    )
     max_new_tokens: int = Field(default=128, ge=1, description="Tokens sampled per turn at most.")
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature.")
     top_k: int = Field(default=0, ge=0, description="Refused for training: the trainer would need the kept vocabulary.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Refused for training below 1.")
     min_p: float = Field(default=0.0, ge=0, lt=1, description="Refused for training above 0.")
     stop: list[str] = Field(default=[], description="Strings that end a completion (they stay in it).")
-    interrupt: Literal["in_flight"] = Field(default="in_flight", description="What a weight update does to a running generation.")
+    interrupt: Literal["in_flight", "abort_resume", "abort_retry", "drain", "barrier"] = Field(
+        default="in_flight", description="What a weight update does to a running generation."
+    )
+    kv: Literal["keep", "recompute"] = Field(
+        default="keep",
+        description="in_flight and abort_resume: whether a sequence goes on over the keys and values that older weights made, or has them "
+        "made again by the new ones.",
+    )
+    interrupt_after: int | None = Field(
+        default=None,
+        ge=0,
+        description="abort_resume and abort_retry: abort only rollouts whose oldest token would be more than so many versions old; the "
+        "others go on in flight.",
+    )
+    max_interrupts: int = Field(
+        default=8, ge=1, description="abort_retry: how often one rollout is started anew before its group is dropped."
+    )
     environment: Literal["single_turn", "tools"] = Field(default="single_turn", description="What a rollout talks to.")
     tools: list[str] = Field(default=[], description="'module:function' or 'file.py:function' of each tool (environment = 'tools').")
     tool_timeout_s: float = Field(default=10.0, gt=0, description="Deadline of one tool call.")
@@ -90,6 +114,10 @@ class EngineSettings(Settings):
     max_context: int | None = Field(
         default=None, ge=16, description="Longest prompt + completion in tokens; the model's own limit (at most 4096) by default."
     )
+    saved_states: int = Field(
+        default=64, ge=0, description="Sequences whose keys and values the engine keeps at most while they are interrupted or forked from."
+    )
+    saved_mib: int = Field(default=1024, ge=0, description="Size of those keys and values at most; beyond it the oldest are made again.")
     threads: int = Field(default=1, ge=1, description="CPU threads; with more than 1 a row's result may depend on its neighbours.")
     device: str | None = Field(default=None, pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="Instead of model.device.")
 
@@ -98,14 +126,26 @@ class BufferSettings(Settings):
     max_staleness: int = Field(
         default=1, ge=0, description="S: admission keeps (S+1) x groups_per_step groups in flight; 0 is synchronous."
     )
-    window: int | None = Field(
+    window: Annotated[int, Field(ge=1, strict=True)] | Literal["unbounded"] | None = Field(
         default=None,
-        ge=1,
-        description="W: places from the oldest unpulled group that may be pulled out of order; max(1, 0.3 (S+1) P) by default, 1 is fifo.",
+        description="W: places from the oldest unpulled group that may be pulled out of order; max(1, 0.3 (S+1) P) by default, 1 is fifo, "
+        '"unbounded" is ready first.',
     )
-    on_stale: Literal["mask_tokens", "keep"] = Field(
+    max_groups: int | None = Field(
+        default=None, ge=1, description='window = "unbounded": groups in flight at most, in place of (S+1) x groups_per_step.'
+    )
+    on_stale: Literal["mask_tokens", "down_weight", "drop", "cancel_early", "keep"] = Field(
         default="mask_tokens",
-        description="Tokens older than max_staleness (possible only with window > 1): masked from the loss, or kept; counted either way.",
+        description="What happens to data older than max_staleness (possible only with window > 1): masked from the loss, weighed less, "
+        "dropped when it would be trained, cancelled as soon as that is certain, or kept; counted in every case.",
+    )
+    stale_level: Literal["token", "rollout", "group"] | None = Field(
+        default=None,
+        description="What is judged: each token by its own age, or a rollout or group by its oldest token. By default token for "
+        "mask_tokens and down_weight, group for drop and cancel_early.",
+    )
+    stale_decay: float = Field(
+        default=0.5, gt=0, lt=1, description="down_weight: the weight is this to the power of the versions beyond max_staleness."
     )
     filter_zero_variance: bool = Field(
         default=False, description="Groups whose rewards are all equal are filtered and another prompt takes the place."
@@ -123,6 +163,10 @@ class TrainerSettings(Settings):
     )
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay (matrices only).")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW betas.")
+    updates_per_batch: int = Field(
+        default=1, ge=1, description="Passes over each batch; with more than one update the denominator is that of the first."
+    )
+    minibatches: int = Field(default=1, ge=1, description="Parts of a batch, whole groups, with an optimizer update each.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradient clipping.")
     max_tokens_per_micro_batch: int = Field(
         default=8192, ge=16, description="Packed tokens per forward and backward pass; a batch is split to fit."
@@ -137,12 +181,48 @@ class TrainerSettings(Settings):
     device: str | None = Field(default=None, pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="Instead of model.device.")
 
 
+class CorrectionSettings(Settings):
+    """One correction; which of the keys it takes is in `losses.CORRECTIONS`."""
+
+    type: Literal["truncate", "mask", "geometric", "opsm", "m2po", "version_gate", "reject"] = Field(description="What is done.")
+    level: Literal["token", "sequence", "sequence_mean", "sequence_max"] | None = Field(default=None, description="What is judged as one.")
+    statistic: Literal["k1", "k2", "k3"] | None = Field(default=None, description="reject: what is bounded.")
+    low: float | None = Field(default=None, description="Lower bound.")
+    high: float | None = Field(default=None, description="Upper bound, cap or threshold.")
+
+
 class LossSettings(Settings):
-    preset: Literal["grpo", "dr_grpo", "dapo"] = Field(
-        default="grpo", description="Sets advantage, clipping and aggregation at once; the keys below override."
+    preset: str = Field(
+        default="grpo", description="Sets policy loss, advantage, aggregation, denominator and correction at once; the keys below override."
     )
+    policy: str | None = Field(default=None, description="Policy loss: a name, or your own as 'module:function' or 'file.py:function'.")
+    options: dict[str, float] = Field(default={}, description="Parameters of the policy loss.")
     clip_low: float | None = Field(default=None, gt=0, description="Lower clip range of the ratio; the preset's by default.")
     clip_high: float | None = Field(default=None, gt=0, description="Upper clip range of the ratio; the preset's by default.")
+    advantage: str | None = Field(default=None, description="Advantage estimator; the preset's by default.")
+    aggregation: str | None = Field(default=None, description="How token losses become one number; the preset's by default.")
+    old_logprobs: Literal["sampler", "recomputed"] | None = Field(
+        default=None, description="The denominator of the ratio: logprobs as sampled, or of the weights at the start of the step."
+    )
+    correction: list[str | CorrectionSettings] | None = Field(
+        default=None,
+        description="Corrections for stale or mismatched samplers, by name (tis, mis, icepop, ...) or as tables; applied together.",
+    )
+    entropy_coefficient: float = Field(default=0.0, description="Entropy bonus per token.")
+    kl_coefficient: float = Field(default=0.0, ge=0, description="Weight of the KL divergence to a frozen reference; 0 loads none.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Estimator of that divergence.")
+    kl_in: Literal["loss", "reward"] = Field(default="loss", description="Whether it is added to the loss or taken from the reward.")
+    reference: str | None = Field(default=None, description="The frozen reference; model.name by default.")
+    teacher: str | None = Field(default=None, description="On-policy distillation from this frozen model with the same tokenizer.")
+    teacher_coefficient: float = Field(default=1.0, gt=0, description="Weight of the distillation beside the rewards.")
+    teacher_kl: Literal["sampled", "full"] = Field(
+        default="sampled", description="Reverse KL from the sampled tokens alone, or over the full vocabulary."
+    )
+    overlong_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Soft overlong punishment: over the last so many tokens below max_new_tokens the reward falls to -1.",
+    )
 
 
 class WeightSyncSettings(Settings):
@@ -150,7 +230,7 @@ class WeightSyncSettings(Settings):
         default="shared_memory", description="How weights travel; launch = 'inline' uses the same slots in one process."
     )
     payload: Literal["full"] = Field(default="full", description="What travels.")
-    every: Literal[1] = Field(default=1, description="Steps between two published versions.")
+    every: int = Field(default=1, ge=1, description="Steps between two published versions; the last one is always published.")
     lag: int | None = Field(
         default=None,
         ge=0,
@@ -169,6 +249,16 @@ class EvaluationSettings(Settings):
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy.")
     limit: int | None = Field(default=None, ge=1, description="Use only the first evaluation rows.")
     timeout_s: float = Field(default=600.0, gt=0, description="An evaluation that takes longer is ended and counted as failed.")
+
+
+class ThresholdSettings(Settings):
+    metric: str = Field(description="A name in the step lines, e.g. kl_k3 or lag/2/ess_fraction.")
+    above: float | None = Field(default=None, description="Acts when the value is above this.")
+    below: float | None = Field(default=None, description="Acts when the value is below this.")
+    steps: int = Field(default=1, ge=1, description="In so many steps in a row.")
+    action: Literal["stop", "lower_max_staleness"] = Field(
+        default="stop", description="End the run with this cause, or lower buffer.max_staleness by one (a recorded event)."
+    )
 
 
 class MetricsSettings(Settings):
@@ -202,5 +292,6 @@ class Config(Settings):
     weight_sync: WeightSyncSettings = WeightSyncSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+    threshold: list[ThresholdSettings] = Field(default=[], description="One table per limit on a diagnostic.")
     metrics: MetricsSettings = MetricsSettings()
     ledger: LedgerSettings = LedgerSettings()
