@@ -202,6 +202,7 @@ class EnvironmentReply(Record, kw_only=True, frozen=True):
     done: bool = False
     reward: float | None = None  # for the turn just made
     truncated: bool = False  # done because of a limit, not by the task
+    error: bool = False  # a call in the turn is answered with an error
 
 
 class Environment(Protocol):

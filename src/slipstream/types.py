@@ -96,6 +96,7 @@ class Turn(Record, kw_only=True, frozen=True):
     reward: float | None = None  # given by the environment for this turn
     terminated: bool = False  # the environment ended here
     truncated: bool = False  # a limit ended it here
+    error: bool = False  # of tool turns: a call was answered with an error
     sampling: Sampling | None = None  # of sampled turns
     duration_s: float = 0.0
 

@@ -13,7 +13,7 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.config.settings import DataSettings
 from slipstream.environments.schema import tool_schema
@@ -71,15 +71,15 @@ class ToolEnvironment:
         calls = parse_tool_calls(message.content)
         if not calls:
             return EnvironmentReply(done=True)
-        texts = await asyncio.gather(*(self._answer(call) for call in calls[:MAX_CALLS_PER_TURN]))
-        texts += [_error(f"at most {MAX_CALLS_PER_TURN} calls per reply; this one was not made")] * (len(calls) - len(texts))
-        messages = (Message(role="tool", content=text, name=call.name or None) for call, text in zip(calls, texts, strict=True))
-        return EnvironmentReply(messages=tuple(messages))
+        answers = await asyncio.gather(*(self._answer(call) for call in calls[:MAX_CALLS_PER_TURN]))
+        answers += [_error(f"at most {MAX_CALLS_PER_TURN} calls per reply; this one was not made")] * (len(calls) - len(answers))
+        messages = (Message(role="tool", content=a.text, name=call.name or None) for call, a in zip(calls, answers, strict=True))
+        return EnvironmentReply(messages=tuple(messages), error=any(a.error for a in answers))
 
     async def close(self) -> None:
         """Nothing to close: lost threads are daemons."""
 
-    async def _answer(self, call: ToolCall) -> str:
+    async def _answer(self, call: ToolCall) -> _Answer:
         tool = self._tools.get(call.name)
         if call.error is not None:
             return _error(call.error)
@@ -87,7 +87,7 @@ class ToolEnvironment:
             return _error(f"there is no tool {call.name!r}; there are: {', '.join(self._tools)}")
         try:
             inspect.signature(tool.function).bind(**call.arguments)
-            return _text(await tool.threads.call(tool.function, call.arguments, self._timeout_s))
+            return _Answer(_text(await tool.threads.call(tool.function, call.arguments, self._timeout_s)))
         except RunFailed:
             raise
         except DeadlineExceeded as error:
@@ -98,9 +98,16 @@ class ToolEnvironment:
             return _error(f"{type(error).__name__}: {error}")
 
 
+class _Answer(NamedTuple):
+    """What the model reads as the result of one call, and whether the call failed."""
+
+    text: str
+    error: bool = False
+
+
 def _text(result: Any) -> str:
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
-def _error(text: str) -> str:
-    return json.dumps({"error": text}, ensure_ascii=False)
+def _error(text: str) -> _Answer:
+    return _Answer(json.dumps({"error": text}, ensure_ascii=False), error=True)

@@ -233,7 +233,7 @@ class RolloutRunner:
             trajectory.mark_turn(truncated=True)
             trajectory.stop_reason = StopReason.LENGTH
             return False
-        trajectory.add_given(ids, reply.messages[-1].role)
+        trajectory.add_given(ids, reply.messages[-1].role, error=reply.error)
         return True
 
     def _records(self, job: RolloutJob) -> bool:

@@ -39,11 +39,11 @@ class Trajectory:
         self.prompt_length = len(ids)
         self.add_given(ids, "prompt")
 
-    def add_given(self, ids: np.ndarray, role: str) -> None:
-        """Tokens the model did not sample, int32[n]: no logprob, not trained."""
+    def add_given(self, ids: np.ndarray, role: str, *, error: bool = False) -> None:
+        """Tokens the model did not sample, int32[n]: no logprob, not trained. `error`: they answer a call with an error."""
         start = len(self)
         self._extend(ids.tolist(), [0.0] * len(ids), sampled=False)
-        self._turns.append(Turn(start=start, end=len(self), role=role))
+        self._turns.append(Turn(start=start, end=len(self), role=role, error=error))
 
     def add_recorded(self, prefix: PrefixChunk) -> None:
         """Sampled tokens of an earlier incarnation of the run: ids, logprobs and spans as they were recorded. The turn stays open."""
