@@ -138,10 +138,10 @@ def test_spans_that_cannot_be_are_bad_data(spans, why):
 
 def test_a_group_misses_no_sample_and_has_a_reward():
     group = group_with(Span(1, 4, 1, 0, "e"))
-    assert bad_data(group, 2, {1: 0}) is None and failure_of(group) is None
+    assert bad_data(group, 2, {1: 0}) is None and failure_of(group, 2) is None
     assert bad_data(group, 3, {1: 0}) == "samples [0, 1], expected 0 to 2"
     nothing = tuple(msgspec.structs.replace(r, reward=None) for r in group.rollouts)
-    assert "no scorer was applicable" in (failure_of(msgspec.structs.replace(group, rollouts=nothing)) or "")
+    assert "no scorer was applicable" in (failure_of(msgspec.structs.replace(group, rollouts=nothing), 2) or "")
     assert has_zero_variance([0.5, 0.5]) and not has_zero_variance([0.5, 0.6]) and not has_zero_variance([])
 
 

@@ -107,6 +107,11 @@ class RolloutSettings(Settings):
     timeout_s: float = Field(default=600.0, gt=0, description="Deadline of one rollout; past it the rollout is recorded as failed.")
     max_attempts: int = Field(default=2, ge=1, description="How often a group is tried before it is dropped.")
 
+    @property
+    def num_samples(self) -> int:
+        """Rollouts sampled per prompt: G', of which group_size are kept."""
+        return self.oversample or self.group_size
+
 
 class EngineSettings(Settings):
     type: Literal["embedded"] = Field(default="embedded", description="What generates tokens.")

@@ -75,12 +75,13 @@ def tell(events: Iterable[ev.Event]) -> Account:
                 account.places[group_id] = Place(row)
             case ev.GroupFinished():
                 _move(account, event.group_id, GroupStatus.RUNNING, GroupStatus.FINISHED, tokens=event.num_tokens)
+                _leave_out(account, event.left_out)
             case ev.AttemptFailed():
                 _move(account, event.group_id, GroupStatus.RUNNING, GroupStatus.RUNNING, tokens=event.num_tokens).attempts += 1
                 account.wasted_tokens["failed"] += event.num_tokens
             case ev.Filtered():
                 _move(account, event.group_id, GroupStatus.RUNNING, GroupStatus.FILTERED, event.reason, event.num_tokens)
-                account.wasted_tokens["filtered"] += event.num_tokens
+                account.wasted_tokens["filtered"] += event.num_tokens - _leave_out(account, event.left_out)
             case ev.Dropped():
                 _move(account, event.group_id, GroupStatus.RUNNING, GroupStatus.DROPPED, event.reason, event.num_tokens)
                 account.wasted_tokens[event.reason] += event.num_tokens
@@ -107,6 +108,12 @@ def _move(account: Account, group_id: int, was: GroupStatus, now: GroupStatus, r
     place.status, place.reason = now, reason
     place.num_tokens += tokens
     return place
+
+
+def _leave_out(account: Account, left_out: ev.LeftOut | None) -> int:
+    """Waste of a selection; its tokens."""
+    account.wasted_tokens.update(left_out.tokens if left_out else {})
+    return left_out.num_tokens if left_out else 0
 
 
 def _go_back(account: Account, from_step: int, *, rewind: bool) -> None:

@@ -9,29 +9,40 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from slipstream.controller.events import BatchRecorded
+from slipstream.controller.events import BatchRecorded, LeftOut
+from slipstream.controller.selection import NOT_SELECTED, usable
 from slipstream.errors import StalenessError
 from slipstream.types import Batch, Group, Rollout
 
-
-def failure_of(group: Group) -> str | None:
-    """Why this attempt of the group failed; None if all its rollouts finished with rewards. One failed rollout fails the group."""
-    failed = [r for r in group.rollouts if not r.status.ok]
-    if failed:
-        return failed[0].error or "a rollout failed without a cause"
-    if not group.rewards:
-        return "no reward: no scorer was applicable to any rollout"
-    return None
+MAX_CAUSE_CHARS = 200  # of a failure that a group could spare
 
 
-def bad_data(group: Group, group_size: int, newest_versions: dict[int, int]) -> str | None:
+def failure_of(group: Group, group_size: int) -> str | None:
+    """Why this attempt of the group failed; None if `group_size` rollouts finished with rewards.
+
+    Without oversampling one failed rollout fails the group.
+    """
+    unusable = [r for r in group.rollouts if not usable(r)]
+    if not unusable or len(group.rollouts) - len(unusable) >= group_size:
+        return None
+    return next((failure_cause(r) for r in unusable if not r.status.ok), "no reward: no scorer was applicable to some rollout")
+
+
+def failure_cause(rollout: Rollout) -> str:
+    return rollout.error or "a rollout failed without a cause"
+
+
+def bad_data(group: Group, group_size: int, newest_versions: dict[int, int], num_samples: int | None = None) -> str | None:
     """What makes this group unfit to train on (promise 4), None for a clean one.
 
-    `newest_versions`: incarnation -> the newest version it ever published. Every sampled token must come from a version that existed, and
-    have a finite logprob <= 0; only sampled tokens may be trained; rewards are finite.
+    `num_samples`: how many were sampled, of which `group_size` were kept; as many by default. `newest_versions`: incarnation -> the newest
+    version it ever published. Every sampled token must come from a version that existed, and have a finite logprob <= 0; only sampled
+    tokens may be trained; rewards are finite.
     """
-    if sorted(r.sample for r in group.rollouts) != list(range(group_size)):
-        return f"samples {sorted(r.sample for r in group.rollouts)}, expected 0 to {group_size - 1}"
+    num_samples = num_samples or group_size
+    samples = sorted(r.sample for r in group.rollouts)
+    if len(samples) != group_size or not set(samples) <= set(range(num_samples)) or len(set(samples)) < group_size:
+        return f"samples {samples}, expected " + ("" if num_samples == group_size else f"{group_size} of ") + f"0 to {num_samples - 1}"
     for rollout in group.rollouts:
         problem = _bad_rollout(rollout, newest_versions)
         if problem:
@@ -72,6 +83,17 @@ def has_zero_variance(rewards: Sequence[float]) -> bool:
 
 def num_sampled_tokens(group: Group) -> int:
     return sum(r.num_sampled_tokens for r in group.rollouts)
+
+
+def left_out(rollouts: Sequence[Rollout]) -> LeftOut | None:
+    """What is recorded of the rollouts that a selection left out; None where it left out none."""
+    if not rollouts:
+        return None
+    tokens: Counter[str] = Counter()
+    for rollout in rollouts:
+        tokens[NOT_SELECTED if usable(rollout) else "failed"] += rollout.num_sampled_tokens
+    causes = (failure_cause(r).strip().partition("\n")[0] for r in rollouts if not r.status.ok)
+    return LeftOut(tokens=dict(tokens), failures=tuple(cause[:MAX_CAUSE_CHARS] for cause in causes))
 
 
 def make_batch(step: int, groups: Sequence[Group], bounds: Sequence[int], max_staleness: int, on_stale: str) -> tuple[Batch, BatchRecorded]:

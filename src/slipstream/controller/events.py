@@ -74,6 +74,17 @@ class PrefixesRecorded(Event, tag="prefixes_recorded", frozen=True, kw_only=True
     chunks: tuple[tuple[int, int, int, int, int], ...]
 
 
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The rollouts of an oversampled group that were not kept. Their tokens are among the group's `num_tokens`."""
+
+    tokens: dict[str, int] = {}  # "not selected" | "failed" -> sampled tokens
+    failures: tuple[str, ...] = ()  # causes of failed rollouts that the group could do without
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.tokens.values())
+
+
 class GroupFinished(Event, tag="group_finished", frozen=True, kw_only=True):
     """All rollouts finished and scored; the group waits in the buffer."""
 
@@ -83,6 +94,7 @@ class GroupFinished(Event, tag="group_finished", frozen=True, kw_only=True):
     oldest_version: int
     newest_version: int
     num_tokens: int  # sampled
+    left_out: LeftOut | None = None  # of an oversampled group
 
 
 class AttemptFailed(Event, tag="attempt_failed", frozen=True, kw_only=True):
@@ -100,6 +112,7 @@ class Filtered(Event, tag="filtered", frozen=True, kw_only=True):
     reason: str  # "zero variance"
     rewards: tuple[float, ...] = ()
     num_tokens: int = 0
+    left_out: LeftOut | None = None  # of an oversampled group
 
 
 class Dropped(Event, tag="dropped", frozen=True, kw_only=True):

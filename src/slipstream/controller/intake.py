@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slipstream.config.settings import Config
-from slipstream.controller import admission, buffer
+from slipstream.controller import admission, buffer, selection
 from slipstream.controller import events as ev
 from slipstream.controller.cursor import Cursor
 from slipstream.controller.journal import Journal
@@ -108,7 +108,7 @@ class Intake:
         if self.gate > 0 or not self._state.next_draw:
             return 0.0
         slots = self._config.engine.slots
-        active = self._state.group_size * len(self._running_since) - sum(map(len, self._ended_samples.values()))
+        active = self._config.rollout.num_samples * len(self._running_since) - sum(map(len, self._ended_samples.values()))
         return max(0, slots - active) / slots
 
     def progress(self, chunks: Sequence[PrefixChunk]) -> None:
@@ -151,22 +151,30 @@ class Intake:
         self._ended_samples.pop(group.group_id, None)
         if group.group_id in self._unassigned:
             self._unassigned.remove(group.group_id)
-        failure, tokens = buffer.failure_of(group), buffer.num_sampled_tokens(group)
-        facts: dict[str, Any] = {"group_id": group.group_id, "attempt": group.attempt, "num_tokens": tokens}
+        facts: dict[str, Any] = {"group_id": group.group_id, "attempt": group.attempt, "num_tokens": buffer.num_sampled_tokens(group)}
+        failure = buffer.failure_of(group, self._state.group_size)
         if failure is not None:
             self._attempt_failed(failure, facts)
-        elif problem := buffer.bad_data(group, self._state.group_size, self._state.newest_version):
+        else:
+            self._take(group, facts)
+        self._check_barren()
+
+    def _take(self, group: Group, facts: dict[str, Any]) -> None:
+        """A group with enough usable rollouts: select those that are kept; then it is bad data, filtered, or finished."""
+        rollout = self._config.rollout
+        group, others = selection.select(group, self._state.group_size, rollout.selection, self._config.run.seed)
+        left_out = buffer.left_out(others)
+        if problem := buffer.bad_data(group, self._state.group_size, self._state.newest_version, rollout.num_samples):
             self._journal.observer.note(f"group {group.group_id} was dropped: bad data: {problem}")
             self._journal.record(ev.Dropped(reason="bad data", cause=f"bad data: {problem}", **facts))
         elif self._config.buffer.filter_zero_variance and buffer.has_zero_variance(group.rewards):
-            self._journal.record(ev.Filtered(reason="zero variance", rewards=tuple(group.rewards), **facts))
+            self._journal.record(ev.Filtered(reason="zero variance", rewards=tuple(group.rewards), left_out=left_out, **facts))
         else:
             versions = [s.version for r in group.rollouts for s in r.spans]
             oldest, newest = min(versions, default=-1), max(versions, default=-1)
-            finished = ev.GroupFinished(rewards=tuple(group.rewards), oldest_version=oldest, newest_version=newest, **facts)
-            self._journal.record(finished, group)
+            seen = {"rewards": tuple(group.rewards), "oldest_version": oldest, "newest_version": newest, "left_out": left_out}
+            self._journal.record(ev.GroupFinished(**seen, **facts), group)
             self._keep(group)
-        self._check_barren()
 
     def _attempt_failed(self, cause: str, facts: dict[str, Any]) -> None:
         if cause.startswith(UNFIT_CAUSES):

@@ -27,7 +27,7 @@ class LiveGroup:
     min_version: int
     status: GroupStatus = GroupStatus.RUNNING
     attempt: int = 0
-    num_tokens: int = 0  # sampled in the finished attempt
+    num_tokens: int = 0  # of the finished attempt's rollouts, of those kept where they were oversampled
     prefix_tokens: dict[int, int] = field(default_factory=dict)  # sample -> recorded tokens of this attempt
 
 
@@ -76,7 +76,7 @@ class Totals:
     staleness: Counter[int] = field(default_factory=Counter)  # staleness -> trained tokens
     filtered: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> groups
-    failures: Counter[str] = field(default_factory=Counter)  # short cause -> failed attempts
+    failures: Counter[str] = field(default_factory=Counter)  # short cause -> failed attempts, and failed rollouts that a group could spare
     generated_tokens: int = 0
     wasted_tokens: Counter[str] = field(default_factory=Counter)  # cause -> tokens
     active_s: float = 0.0

@@ -28,13 +28,13 @@ def select(group: Group, keep: int, how: str, seed: int) -> tuple[Group, tuple[R
 
     how = "uniform": a draw without replacement.
     how = "roc": resample on correct, see `_resample_on_correct`.
-    Raises ValueError where fewer than `keep` rollouts are usable.
+    A group of at most `keep` rollouts stays as it is. Raises ValueError where fewer than `keep` of more rollouts are usable.
     """
+    if len(group.rollouts) <= keep:
+        return group, ()
     candidates = [rollout for rollout in group.rollouts if usable(rollout)]
     if len(candidates) < keep:
         raise ValueError(f"group {group.group_id} has {len(candidates)} usable rollouts, {keep} are to be kept")
-    if len(group.rollouts) == keep:
-        return group, ()
 
     def draw(rollout: Rollout) -> int:
         """uint64: this rollout's lot."""

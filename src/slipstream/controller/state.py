@@ -180,9 +180,10 @@ def _prefixes_recorded(state: RunState, event: ev.PrefixesRecorded) -> None:
 
 def _group_finished(state: RunState, event: ev.GroupFinished) -> None:
     group = _current_attempt(state, event.group_id, event.attempt)
-    group.status, group.num_tokens = GroupStatus.FINISHED, event.num_tokens
+    left_out = _count_left_out(state, event.left_out)
+    group.status, group.num_tokens = GroupStatus.FINISHED, event.num_tokens - left_out
     group.prefix_tokens.clear()
-    state.totals.generated_tokens += event.num_tokens
+    state.totals.generated_tokens += group.num_tokens
     state.barren_in_a_row, state.first_barren_cause, state.productive = 0, "", True
 
 
@@ -198,7 +199,7 @@ def _filtered(state: RunState, event: ev.Filtered) -> None:
     _current_attempt(state, event.group_id, event.attempt)
     _leave(state, event.group_id)
     state.totals.filtered += 1
-    _count_waste(state, "filtered", event.num_tokens)
+    _count_waste(state, "filtered", event.num_tokens - _count_left_out(state, event.left_out))
     state.productive = True
     _count_barren(state, f"group {event.group_id} was filtered: {event.reason}")
 
@@ -241,6 +242,17 @@ def _count_failure(state: RunState, cause: str) -> None:
 def _count_waste(state: RunState, cause: str, num_tokens: int) -> None:
     state.totals.generated_tokens += num_tokens
     state.totals.wasted_tokens[cause] += num_tokens
+
+
+def _count_left_out(state: RunState, left_out: ev.LeftOut | None) -> int:
+    """Count what an oversampled group's selection left out; how many tokens that were."""
+    if left_out is None:
+        return 0
+    for cause in left_out.failures:
+        _count_failure(state, cause)
+    for cause, num_tokens in left_out.tokens.items():
+        _count_waste(state, cause, num_tokens)
+    return left_out.num_tokens
 
 
 def _count_barren(state: RunState, cause: str) -> None:
