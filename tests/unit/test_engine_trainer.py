@@ -10,7 +10,8 @@ from engine_harness import Driver, make_engine, prompt, request, tiny_model
 from slipstream.config.settings import Config
 from slipstream.models.attention import attach
 from slipstream.rollout.trajectory import Trajectory
-from slipstream.trainer.packing import pack, token_table
+from slipstream.trainer.packing import pack
+from slipstream.trainer.token_table import token_table
 from slipstream.trainer.trainer import Trainer
 from slipstream.types import Batch, Draw, Group, Purpose, Sampling
 

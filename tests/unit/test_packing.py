@@ -7,7 +7,8 @@ import torch
 from trainer_models import VOCABULARY, batch_of, make_batch, make_group, make_rollout
 
 from slipstream.errors import DataError, StalenessError
-from slipstream.trainer.packing import pack, token_table
+from slipstream.trainer.packing import pack
+from slipstream.trainer.token_table import token_table
 from slipstream.types import Sampling, Span, Turn
 
 

@@ -1,48 +1,25 @@
-"""From a batch of groups to packed micro-batches: no padding, a shared prompt once, only the needed logits.
+"""From sequences to packed micro-batches: no padding, a shared prompt once, only the needed logits.
 
-Two steps. `token_table` reads the records into one `Sequence` per rollout: which tokens are trained, with which sampler logprob,
-advantage, temperature and staleness. `pack` lays sequences into micro-batches of at most so many packed tokens; rollouts that share a
-prefix (a prompt, or the rollout they were forked from) become a tree of segments, and a group that is split repeats its prompt.
+`pack` lays the sequences of `token_table` into micro-batches of at most so many packed tokens; rollouts that share a prefix (a prompt, or
+the rollout they were forked from) become a tree of segments, and a group that is split repeats its prompt. A rollout is never split.
 
 The index that everything rests on: every rollout has a path, the packed position of each of its tokens, and token t is predicted at
 path[t - 1]. Never "shift by one": the first tokens of all completions are predicted by the same last prompt position.
 
-Shapes: L = tokens of one rollout, T = packed tokens, N = trained tokens.
+Shapes: T = packed tokens, N = trained tokens of a micro-batch. Tokens of different rollouts are interleaved: they are sorted by predictor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from slipstream.errors import DataError, StalenessError
 from slipstream.models.layout import PackedLayout, Segment
 from slipstream.trainer.logprobs import HeadRows
-from slipstream.types import Batch, Group, Rollout
-
-
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """One rollout as the trainer sees it; arrays are per trained token [n] unless noted."""
-
-    group: int  # place of its group in the batch
-    sample: int
-    parent: tuple[int, int] | None  # (sample, token offset) it was forked from
-    token_ids: np.ndarray  # int32[L]
-    prompt_length: int
-    targets: np.ndarray  # int64, indices into token_ids of the trained tokens; ascending, never 0
-    sampler_logprob: np.ndarray  # float32
-    staleness: np.ndarray  # int32
-    temperature: np.ndarray  # float32
-    advantage: float
-
-    @property
-    def needed(self) -> int:
-        """How many leading tokens must pass through the model: those before the last trained one."""
-        return int(self.targets[-1])
+from slipstream.trainer.token_table import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,75 +33,19 @@ class MicroBatch:
     sampler_logprob: torch.Tensor  # float32[N]
     advantage: torch.Tensor  # float32[N]
     staleness: torch.Tensor  # int32[N]
+    prefix_kv: torch.Tensor  # int8[N], token_table.PrefixKV
+    sequence: torch.Tensor  # int64[N], which of the micro-batch's rollouts the token belongs to
+    num_sequences: int
+    weight: torch.Tensor  # float32[N], the token's share of the loss; over a whole batch they are made once, so that splits add up
+    arrays: dict[str, torch.Tensor]  # float32[N] each, logprobs under other models
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        tensors = {name: getattr(self, name).to(device) for name in self.__slots__ if name not in ("layout", "rows")}
-        return MicroBatch(layout=self.layout, rows=self.rows.to(device), **tensors)
-
-
-# ---- reading the records ---------------------------------------------------------------------------------------------------------
-
-
-def token_table(batch: Batch, advantages: np.ndarray, *, default_temperature: float = 1.0) -> list[Sequence]:
-    """The batch's rollouts that have trained tokens, those of their loss mask. `advantages` float[n] has one per rollout, in order.
-
-    Tokens that are too old have left the loss mask already (`controller.buffer.make_batch`).
-    Raises StalenessError for a token from the future, DataError for one that cannot be trained.
-    """
-    out, index = [], 0
-    for place, group in enumerate(batch.groups):
-        for rollout in group.rollouts:
-            targets = np.flatnonzero(rollout.loss_mask)
-            if len(targets):
-                staleness = batch.step - rollout.model_versions()[targets]
-                _check_tokens(batch, group, rollout, targets, staleness)
-                out.append(
-                    Sequence(
-                        group=place,
-                        sample=rollout.sample,
-                        parent=rollout.parent,
-                        token_ids=rollout.token_ids,
-                        prompt_length=rollout.prompt_length,
-                        targets=targets,
-                        sampler_logprob=rollout.logprobs[targets],
-                        staleness=staleness,
-                        temperature=_temperatures(rollout, default_temperature)[targets],
-                        advantage=float(advantages[index]),
-                    )
-                )
-            index += 1
-    return out
-
-
-def _temperatures(rollout: Rollout, default: float) -> np.ndarray:
-    """float32[L]: the temperature each token was sampled at."""
-    out = np.full(len(rollout.token_ids), default, dtype=np.float32)
-    for turn in rollout.turns:
-        if turn.sampling is not None:
-            out[turn.start : turn.end] = turn.sampling.temperature
-    if (out <= 0).any():
-        raise DataError(f"group {rollout.group_id} sample {rollout.sample} was sampled greedily (temperature 0); it cannot be trained")
-    return out
-
-
-def _check_tokens(batch: Batch, group: Group, rollout: Rollout, targets: np.ndarray, staleness: np.ndarray) -> None:
-    """Every trained token has a version that exists and a finite logprob <= 0."""
-    where = f"batch {batch.step}: group {group.group_id} sample {rollout.sample}"
-    if targets[0] == 0:
-        raise DataError(f"{where} trains its first token, which nothing predicts; a prompt has at least one token")
-    if staleness.min() < 0:
-        token = targets[staleness.argmin()]
-        raise StalenessError(f"{where}: token {token} has version {batch.step - staleness.min()}, newer than the trainer's {batch.step}")
-    if staleness.max() > batch.step:  # version -1
-        raise DataError(f"{where}: token {targets[staleness.argmax()]} is in the loss but no weights sampled it")
-    logprobs = rollout.logprobs[targets]
-    bad = ~(np.isfinite(logprobs) & (logprobs <= 0))
-    if bad.any():
-        token = targets[bad.argmax()]
-        raise DataError(f"{where}: token {token} has sampler logprob {rollout.logprobs[token]}; it must be finite and at most 0")
-
-
-# ---- packing ---------------------------------------------------------------------------------------------------------------------
+        """Itself, where it is there already."""
+        if self.input_ids.device == torch.device(device):
+            return self
+        tensors = {name: value.to(device) for name in self.__slots__ if isinstance(value := getattr(self, name), torch.Tensor)}
+        arrays = {name: value.to(device) for name, value in self.arrays.items()}
+        return replace(self, rows=self.rows.to(device), arrays=arrays, **tensors)
 
 
 def pack(sequences: Seq[Sequence], max_tokens: int) -> list[MicroBatch]:
@@ -239,6 +160,11 @@ class _Builder:
             sampler_logprob=tokens(gather([s.sampler_logprob for s in self._sequences], np.float32)),
             advantage=tokens(np.repeat(np.array([s.advantage for s in self._sequences], dtype=np.float32), counts)),
             staleness=tokens(gather([s.staleness for s in self._sequences], np.int32)),
+            prefix_kv=tokens(gather([s.prefix_kv for s in self._sequences], np.int8)),
+            sequence=tokens(np.repeat(np.arange(len(counts)), counts)),
+            num_sequences=len(counts),
+            weight=tokens(gather([s.weight for s in self._sequences], np.float32)),
+            arrays={name: tokens(gather([s.arrays[name] for s in self._sequences], np.float32)) for name in self._sequences[0].arrays},
         )
 
     def _lay_out(self) -> tuple[list[Segment], list[np.ndarray]]:

@@ -22,7 +22,8 @@ from slipstream.trainer import advantages, losses
 from slipstream.trainer.diagnostics import Diagnostics
 from slipstream.trainer.logprobs import token_logprobs
 from slipstream.trainer.optimizer import Optimizer, learning_rate
-from slipstream.trainer.packing import MicroBatch, Sequence, pack, token_table
+from slipstream.trainer.packing import MicroBatch, pack
+from slipstream.trainer.token_table import Sequence, token_table
 from slipstream.types import Batch
 
 
