@@ -27,8 +27,11 @@ class GroupRunner:
         sampling: Sampling,
         prefixes: Sequence[PrefixChunk] = (),
         on_rollout_end: Callable[[], None] = lambda: None,
+        *,
+        needed: int | None = None,
     ) -> Group:
-        """Roll out `num_samples` times and score. `on_rollout_end` is called once for each rollout that leaves the engine.
+        """Roll out `num_samples` times and score. `on_rollout_end` is called once for each rollout that leaves the engine; with fewer than
+        `needed` finished ones (all by default) nothing is scored.
 
         Failures of rollouts and scorers are in the returned records; what raises ends the run.
         """
@@ -56,4 +59,4 @@ class GroupRunner:
             running = [tasks.create_task(one(s), name=f"{group.purpose} group {group.group_id} sample {s}") for s in range(num_samples)]
         rollouts = tuple(task.result() for task in running)
         group = msgspec.structs.replace(group, rollouts=rollouts, prompt=shared.messages)
-        return await score_group(group, self._scorers, self._external, deadlines_are_fatal=self._deterministic)
+        return await score_group(group, self._scorers, self._external, deadlines_are_fatal=self._deterministic, needed=needed)

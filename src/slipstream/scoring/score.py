@@ -17,17 +17,30 @@ NO_REWARD_APPLIES = "no reward applies"
 
 
 async def score_group(
-    group: Group, scorers: Sequence[Scorer], external: ExternalCalls | None = None, *, deadlines_are_fatal: bool = False
+    group: Group,
+    scorers: Sequence[Scorer],
+    external: ExternalCalls | None = None,
+    *,
+    deadlines_are_fatal: bool = False,
+    needed: int | None = None,
 ) -> Group:
     """The group with scores and rewards on every rollout.
 
     A reward is the weighted sum of the applicable scores. A rollout to which none applies becomes failed ("no reward applies"); a scorer
-    that fails makes all rollouts of the group failed ("scoring failed: ..."). A group with a failed rollout is not scored: it counts as
-    failed already. With `deadlines_are_fatal` (deterministic runs) a scorer's deadline raises DeadlineExceeded.
+    that fails makes all rollouts of the group failed ("scoring failed: ..."). Only finished rollouts are scored, and none where fewer than
+    `needed` (all by default) have finished: such a group counts as failed already. With `deadlines_are_fatal` (deterministic runs) a
+    scorer's deadline raises DeadlineExceeded.
     """
-    if not all(rollout.status.ok for rollout in group.rollouts):
+    finished = tuple(rollout for rollout in group.rollouts if rollout.status.ok)
+    if len(finished) < (len(group.rollouts) if needed is None else needed):
         return group
-    external = external or FreeCalls()
+    scored = await _score(msgspec.structs.replace(group, rollouts=finished), scorers, external or FreeCalls(), deadlines_are_fatal)
+    rest = iter(scored)
+    return msgspec.structs.replace(group, rollouts=tuple(next(rest) if r.status.ok else r for r in group.rollouts))
+
+
+async def _score(group: Group, scorers: Sequence[Scorer], external: ExternalCalls, deadlines_are_fatal: bool) -> Sequence[Rollout]:
+    """The rollouts of a group in which all have finished, scored or failed."""
     try:
         columns = await _all_scores(group, scorers, external)
     except ScoringDeadline as error:
@@ -36,8 +49,7 @@ async def score_group(
         return _failed(group, error)
     except ScoringError as error:
         return _failed(group, error)
-    rollouts = tuple(_rewarded(rollout, tuple(scores)) for rollout, scores in zip(group.rollouts, zip(*columns, strict=True), strict=True))
-    return msgspec.structs.replace(group, rollouts=rollouts)
+    return [_rewarded(rollout, tuple(scores)) for rollout, scores in zip(group.rollouts, zip(*columns, strict=True), strict=True)]
 
 
 async def start_scorers(scorers: Sequence[Scorer]) -> None:
@@ -88,7 +100,6 @@ def _rewarded(rollout: Rollout, scores: tuple[Score, ...]) -> Rollout:
     return msgspec.structs.replace(rollout, scores=scores, reward=reward)
 
 
-def _failed(group: Group, error: ScoringError) -> Group:
+def _failed(group: Group, error: ScoringError) -> Sequence[Rollout]:
     text = f"{SCORING_FAILED}: {error}"
-    rollouts = tuple(msgspec.structs.replace(r, status=RolloutStatus.FAILED, error=text) for r in group.rollouts)
-    return msgspec.structs.replace(group, rollouts=rollouts)
+    return [msgspec.structs.replace(r, status=RolloutStatus.FAILED, error=text) for r in group.rollouts]
