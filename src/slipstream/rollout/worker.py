@@ -152,13 +152,13 @@ class RolloutWorker:
 
     def _room(self) -> int:
         """Groups that may start: enough to fill the free engine slots, and a few more."""
-        size = self._config.rollout.group_size
+        size = self._config.rollout.num_samples
         free = self._config.engine.slots + LOOK_AHEAD_GROUPS * size - self._num_sequences
         return -(-free // size)
 
     def _take(self, work: Work) -> None:
         for assignment in work.assignments:
-            self._num_sequences += self._config.rollout.group_size
+            self._num_sequences += self._config.rollout.num_samples
             self._start(self._run_group(assignment), f"group {assignment.group_id}", self._running)
         if work.evaluation is not None:
             self._start(self._evaluate(work.evaluation), f"evaluation {work.evaluation.number}", self._evaluations)
@@ -181,7 +181,14 @@ class RolloutWorker:
             min_version=assignment.min_version,
         )
         rollout = self._config.rollout
-        group = await self._groups.run(group, rollout.group_size, _sampling(self._config), assignment.prefixes, self._free_sequence)
+        group = await self._groups.run(
+            group,
+            rollout.num_samples,
+            _sampling(self._config),
+            assignment.prefixes,
+            self._free_sequence,
+            needed=rollout.group_size,
+        )
         await self._recorder.close_group(group.group_id)
         await self._controller.finish_group(group)
 
