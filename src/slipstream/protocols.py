@@ -6,6 +6,7 @@ Who talks to whom (arrows: who calls):
     trainer        ──► controller   get_batch, begin_write, publish, finish_step, commit_checkpoint
     engine         ──► controller   next_weights, confirm_weights
     rollout worker ──► engine       generate, cancel, pin, unpin
+    rollout worker ──► logprobs     annotate
 
 The same calls are direct in one process (`launch/inline.py`) and travel over Unix sockets between processes (`launch/wire.py`).
 Every wait inside has a deadline and a reason; the far end's death raises `PeerLost` at once.
@@ -184,6 +185,16 @@ class Scorer(Protocol):
     async def score(self, group: Group) -> list[Score]: ...
 
     async def close(self) -> None: ...
+
+
+class LogprobClient(Protocol):
+    """The logprob stage: what frozen models say of the tokens that were sampled. Computed before the group counts as finished."""
+
+    async def annotate(self, group: Group) -> Group:
+        """The group with the aligned arrays float32[L] that the settings ask for ("reference_logprobs", "teacher_logprobs") on each rollout:
+        the logprob of every sampled token under the distribution it would have been sampled from; 0 where none was sampled. A rollout
+        whose values are not finite or above 0 is failed ("bad logprob")."""
+        ...
 
 
 class Message(Record, kw_only=True, frozen=True):

@@ -12,7 +12,16 @@ from pathlib import Path
 DATA_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
 
 # Keys whose value may name a file, with "N" for an index.
-FILE_KEYS = ("model.name", "model.chat_template", "data.train", "data.eval", "reward.N.function", "rollout.tools.N")
+FILE_KEYS = (
+    "model.name",
+    "model.chat_template",
+    "data.train",
+    "data.eval",
+    "reward.N.function",
+    "rollout.tools.N",
+    "loss.reference",
+    "loss.teacher",
+)
 
 
 def resolve_path(value: str, base_folder: Path) -> Path:

@@ -1,10 +1,10 @@
-"""The controller's calls over a Unix socket: `serve` them here, `connect` to them there.
+"""The controller's calls over a Unix socket: `serve` them here, `connect` to them there. Other protocols travel alike: `logprob_socket.py`.
 
     caller ──► call(id, method) + arguments ──► controller
     caller ◄── result(id) + value, or error(id, class, message) ◄── controller
 
 Calls are in flight side by side, so a long poll (`admit`, `get_batch`, `next_weights`) holds up nothing. The table of methods, their
-argument and result types comes from the signatures of `ControllerAPI`. An error of slipstream's vocabulary is raised at the caller as
+argument and result types comes from the signatures of the protocol. An error of slipstream's vocabulary is raised at the caller as
 the same class. A slow answer and a dead peer are different things: quick calls have a deadline, long polls end only with their
 answer or with the peer. A peer that dies, even by kill -9, closes its socket, and every pending call raises PeerLost that names it.
 
@@ -18,8 +18,9 @@ import inspect
 import itertools
 import math
 import os
+import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_type_hints
 
@@ -83,29 +84,30 @@ _to_caller = msgspec.msgpack.Decoder(_Result | _Error | _Cancelled)
 _HELLO_ID = 0  # the answer to hello carries this id
 
 
-class _Method(NamedTuple):
+class Method(NamedTuple):
     signature: inspect.Signature
     arguments: Any  # tuple[...] of the argument types
     result: Any
     deadline_s: float  # infinite for long polls
 
 
-def _table(protocol: type) -> dict[str, _Method]:
+def method_table(protocol: type, deadlines_s: Mapping[str, float]) -> dict[str, Method]:
+    """The protocol's coroutine methods by name. `deadlines_s` holds those that are not CALL_DEADLINE_S; infinite: a long poll."""
     table = {}
     for name, function in vars(protocol).items():
         if name.startswith("_") or not inspect.iscoroutinefunction(function):
             continue
         hints = get_type_hints(function)
         result = hints.pop("return")
-        deadline = math.inf if name in LONG_POLLS else DEADLINES_S.get(name, CALL_DEADLINE_S)
-        table[name] = _Method(inspect.signature(function), tuple[tuple(hints.values())], result, deadline)
+        arguments = tuple[tuple(hints.values())]
+        table[name] = Method(inspect.signature(function), arguments, result, deadlines_s.get(name, CALL_DEADLINE_S))
     return table
 
 
-METHODS = _table(ControllerAPI)
+METHODS = method_table(ControllerAPI, dict.fromkeys(LONG_POLLS, math.inf) | DEADLINES_S)
 
 
-# ---- the controller's side -----------------------------------------------------------------------------------------------------
+# ---- the serving side -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -116,14 +118,21 @@ class Peer:
     pid: int
 
 
-class ControllerServer:
-    """Serves one `ControllerAPI` to the roles that connect.
+class Server:
+    """Serves one object's methods to the roles that connect: those of `ControllerAPI`, or of another table.
 
-    `on_failed(role, failure)` is told what a role reports of its own end.
+    `on_failed(role, failure)` is told what a role reports of its own end. `name` is how errors name the role that serves.
     """
 
-    def __init__(self, api: ControllerAPI, on_failed: Callable[[str, Failure], None] = lambda role, failure: None):
-        self._api = api
+    def __init__(
+        self,
+        api: Any,
+        on_failed: Callable[[str, Failure], None] = lambda role, failure: None,
+        *,
+        methods: Mapping[str, Method] = METHODS,
+        name: str = "controller",
+    ):
+        self._api, self._methods, self._name = api, methods, name
         self._on_failed = on_failed
         self._sessions: set[_Session] = set()
         self._server: asyncio.Server | None = None
@@ -133,9 +142,10 @@ class ControllerServer:
         """Who is connected, by role."""
         return {session.peer.role: session.peer for session in self._sessions if session.peer}
 
-    async def start(self, path: str) -> None:
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: _Session(self).link, path)
+    async def start(self, at: str | socket.socket) -> None:
+        """Listen at a path, or on a socket that listens already."""
+        place = {"path": at} if isinstance(at, str) else {"sock": at}
+        self._server = await asyncio.get_running_loop().create_unix_server(lambda: _Session(self).link, **place)
 
     async def close(self) -> None:
         """Take no more calls, let the quick ones end, end the long polls, close the connections."""
@@ -148,7 +158,7 @@ class ControllerServer:
 class _Session:
     """One connected role."""
 
-    def __init__(self, server: ControllerServer):
+    def __init__(self, server: Server):
         self.peer: Peer | None = None
         self.link = Link("a role that has not said hello", self._frame, self._lost)
         self._server = server
@@ -181,7 +191,7 @@ class _Session:
         self.link.send_now(_header_encoder.encode(_Result(_HELLO_ID)))
 
     def _call(self, call: _Call, body: bytes) -> None:
-        if call.method not in METHODS or call.id in self._tasks:
+        if call.method not in self._server._methods or call.id in self._tasks:
             raise ValueError(f"call {call.id} of {call.method}: no such method, or the id is in use")
         task = asyncio.create_task(self._answer(call, body), name=f"{self.link.peer}: {call.method}")
         self._tasks[call.id] = (call.method, task)
@@ -191,7 +201,7 @@ class _Session:
             self.link.pause_reading()
 
     async def _answer(self, call: _Call, body: bytes) -> None:
-        method = METHODS[call.method]
+        method = self._server._methods[call.method]
         try:
             arguments = decode(body, method.arguments)
             value = encode(await getattr(self._server._api, call.method)(*arguments))
@@ -199,7 +209,7 @@ class _Session:
         except asyncio.CancelledError:
             header, value = _Cancelled(call.id), b""
         except Exception as error:
-            header, value = _error(call.id, error), b""
+            header, value = _error(call.id, error, self._server._name), b""
         if self.link.lost is None:
             self.link.send_now(_header_encoder.encode(header), value)
 
@@ -244,9 +254,9 @@ async def serve(
     path: str,
     *,
     on_failed: Callable[[str, Failure], None] = lambda role, failure: None,
-) -> ControllerServer:
+) -> Server:
     """Serve `api` on a socket at `path` until `close`."""
-    server = ControllerServer(api, on_failed)
+    server = Server(api, on_failed)
     await server.start(path)
     return server
 
@@ -254,18 +264,23 @@ async def serve(
 # ---- the caller's side ---------------------------------------------------------------------------------------------------------
 
 
-class RemoteController(ControllerAPI):
-    """`protocols.ControllerAPI` over a connection; `_remote` makes its methods from that protocol's, below."""
+class Remote:
+    """A serving role seen from a caller: `call` by name, under the deadlines of the table."""
 
-    def __init__(self, peer: str):
+    def __init__(self, peer: str, methods: Mapping[str, Method] = METHODS):
+        self._methods = methods
         self.link = Link(peer, self._frame, self._lost)
         self._pending: dict[int, asyncio.Future[bytes | None]] = {}  # None = cancelled
         self._crossed: dict[str, list[asyncio.Future[bytes | None]]] = {}  # method -> cancelled calls that may still be answered
         self._last_id = _HELLO_ID
 
-    async def hello(self, role: str, pid: int) -> None:
-        """Say who this is; first of all. PeerLost where the role is taken."""
-        await self._ask(_HELLO_ID, _Hello(role, pid), b"", CALL_DEADLINE_S, "hello")
+    async def connect(self, path: str, role: str, deadline_s: float = CALL_DEADLINE_S) -> None:
+        """Connect to `path` and say who this is, answered within `deadline_s`. PeerLost where nobody listens or the role is taken."""
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: self.link, path)
+        except OSError as error:
+            raise PeerLost(f"{self.link.peer} does not listen at {path}: {error.strerror or error}") from error
+        await self._ask(_HELLO_ID, _Hello(role, os.getpid()), b"", deadline_s, "hello")
 
     def failed(self, error: BaseException) -> None:
         """Report this role's own error, before it exits. Nothing where the controller is gone."""
@@ -280,8 +295,8 @@ class RemoteController(ControllerAPI):
         await self.link.wait_closed()
 
     async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the controller's method. Raises what it raises; PeerLost; DeadlineExceeded for a quick call without an answer."""
-        method = METHODS[name]
+        """Call the peer's method. Raises what it raises; PeerLost; DeadlineExceeded for a call without an answer in its time."""
+        method = self._methods[name]
         arguments = method.signature.bind(None, *args, **kwargs).args[1:]
         answer = await self._crossing_answer(name)
         if answer is None:
@@ -306,7 +321,7 @@ class RemoteController(ControllerAPI):
         return answer
 
     def _call_off(self, call_id: int, method: str, future: asyncio.Future[bytes | None]) -> None:
-        """Our caller waits no longer: tell the controller. It answers in any case, which may be with what it had just decided."""
+        """Our caller waits no longer: tell the peer. It answers in any case, which may be with what it had just decided."""
         if self.link.lost is not None:
             return
         if method in KEPT_ANSWERS:
@@ -346,6 +361,10 @@ class RemoteController(ControllerAPI):
             future.exception()  # looked at here, since it may be that nobody asks again
 
 
+class RemoteController(Remote, ControllerAPI):
+    """`protocols.ControllerAPI` over a connection; `_remote` makes its methods from that protocol's, below."""
+
+
 def _remote(name: str) -> Callable[..., Any]:
     async def method(self: RemoteController, *args: Any, **kwargs: Any) -> Any:
         return await self.call(name, *args, **kwargs)
@@ -361,11 +380,7 @@ for _name in METHODS:
 async def connect(path: str, role: str, *, peer: str = "the controller") -> RemoteController:
     """Connect to the controller at `path` as `role`. PeerLost where nobody listens there or the role is taken."""
     controller = RemoteController(peer)  # pyright: ignore[reportAbstractUsage]  # its methods are set above, from the table
-    try:
-        await asyncio.get_running_loop().create_unix_connection(lambda: controller.link, path)
-    except OSError as error:
-        raise PeerLost(f"{peer} does not listen at {path}: {error.strerror or error}") from error
-    await controller.hello(role, os.getpid())
+    await controller.connect(path, role)
     return controller
 
 
@@ -383,12 +398,12 @@ async def within(future: asyncio.Future[Any], deadline_s: float, what: str) -> A
     raise DeadlineExceeded(f"waited {deadline_s:.0f} s for {what}")
 
 
-def _error(call_id: int, error: Exception) -> _Error:
+def _error(call_id: int, error: Exception, role: str = "controller") -> _Error:
     """Errors of the vocabulary travel as themselves; any other is a bug there, and travels with its traceback."""
     if isinstance(error, SlipstreamError):
         return _Error(call_id, type(error).__name__, str(error)[:100_000], getattr(error, "role", ""))
     text = "".join(traceback.format_exception(error))[-100_000:]
-    return _Error(call_id, "RoleFailed", f"the controller failed: {type(error).__name__}: {error}\n{text}", "controller")
+    return _Error(call_id, "RoleFailed", f"the {role} failed: {type(error).__name__}: {error}\n{text}", role)
 
 
 def _raised(message: _Error) -> SlipstreamError:
