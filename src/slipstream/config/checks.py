@@ -37,6 +37,8 @@ def check(config: Config, *, reward_given: bool, base_folder: Path) -> list[Conf
         *_deterministic(config),
         *_lag(config),
         *_environment(config),
+        *_selection(config),
+        *_thresholds(config),
         *_lengths(config),
         *_rewards(config, reward_given),
         *_files(config, base_folder),
@@ -144,6 +146,51 @@ def _environment(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _selection(config: Config) -> Iterator[Conflict]:
+    rollout = config.rollout
+    size, sampled = rollout.group_size, rollout.oversample
+    if sampled is not None and sampled < size:
+        yield Conflict(
+            ("rollout.oversample", "rollout.group_size"),
+            f"oversample = {sampled} with group_size = {size}: of {sampled} rollouts {size} cannot be kept; use oversample >= {size} "
+            f"(twice group_size is usual) or leave it out",
+        )
+    elif rollout.selection == "roc" and (sampled is None or sampled == size):
+        yield Conflict(
+            ("rollout.selection", "rollout.oversample"),
+            f'selection = "roc" with {size} rollouts sampled and {size} kept: there is nothing to select; use oversample = {2 * size}, '
+            "or leave selection out",
+        )
+    elif rollout.selection == "roc" and size == 1:
+        yield Conflict(
+            ("rollout.selection", "rollout.group_size"),
+            'selection = "roc" with group_size = 1: it keeps positives and negatives side by side, which needs room for one of each; '
+            'use group_size >= 2 or selection = "uniform"',
+        )
+
+
+def _thresholds(config: Config) -> Iterator[Conflict]:
+    for index, limit in enumerate(config.threshold):
+        key = f"threshold.{index}"
+        if (limit.above is None) == (limit.below is None):
+            given = "neither above nor below" if limit.above is None else f"both above = {limit.above:g} and below = {limit.below:g}"
+            yield Conflict(
+                (f"{key}.above", f"{key}.below"),
+                f'the threshold on "{limit.metric}" has {given}; give one of the two (for both sides write two tables)',
+            )
+        if limit.action == "lower_max_staleness" and config.buffer.max_staleness == 0:
+            yield Conflict(
+                (f"{key}.action", "buffer.max_staleness"),
+                f'the threshold on "{limit.metric}" lowers max_staleness, which is 0 already; use action = "stop" or max_staleness >= 1',
+            )
+        if limit.action == "lower_max_staleness" and config.weight_sync.lag is not None:
+            yield Conflict(
+                (f"{key}.action", "weight_sync.lag"),
+                f'the threshold on "{limit.metric}" lowers max_staleness, but lag = {config.weight_sync.lag} holds the engine at exactly '
+                'that distance; use action = "stop" or leave lag out',
+            )
+
+
 def _lengths(config: Config) -> Iterator[Conflict]:
     """A rollout must fit the context with at least one prompt token."""
     new, context = config.rollout.max_new_tokens, max_context_tokens(config)
@@ -223,9 +270,10 @@ def advice(config: Config) -> list[str]:
     if config.trainer.warmup_steps >= config.trainer.steps:
         steps = config.trainer.steps
         out.append(f"trainer.warmup_steps = {config.trainer.warmup_steps} is not over within {steps} steps: the peak rate is never reached")
-    if config.engine.slots < config.rollout.group_size:
+    samples = config.rollout.num_samples
+    if config.engine.slots < samples:
         out.append(
-            f"engine.slots = {config.engine.slots} is less than one group of {config.rollout.group_size}: its rollouts take turns, and the "
-            "prompt is prefilled again for some"
+            f"engine.slots = {config.engine.slots} is less than one group of {samples}: its rollouts take turns, and the prompt is "
+            "prefilled again for some"
         )
     return out
