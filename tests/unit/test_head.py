@@ -6,7 +6,7 @@ from trainer_models import ARCHITECTURES, VOCABULARY, eager_twin, tiny_model
 
 from slipstream.errors import ModelError
 from slipstream.models.head import base_model, head_logits
-from slipstream.trainer.logprobs import HeadRows, _LogprobAndEntropy, token_logprobs
+from slipstream.trainer.logprobs import HeadRows, Teacher, _LogprobAndEntropy, token_logprobs
 
 # Heads with soft caps and logit scales: lm_head alone is wrong for these.
 HEADS = {**dict.fromkeys(ARCHITECTURES), "cohere": {"logit_scale": 0.5}, "granite": {"logits_scaling": 5.0}}
@@ -57,7 +57,8 @@ def test_chunks_equal_full_logits(model, chunk_rows):
     reference = {name: p.grad.clone() for name, p in model.named_parameters()}
 
     hidden, _ = hidden_and_logits(model)
-    logprob, entropy = token_logprobs(model, hidden, rows, chunk_rows)
+    logprob, entropy, _ = token_logprobs(model, hidden, rows, chunk_rows)
+    assert not entropy.requires_grad
     model.zero_grad()
     (logprob * weight).sum().backward()
     assert torch.allclose(logprob, expected, atol=1e-5)
@@ -71,16 +72,49 @@ def test_no_more_rows_of_logits_than_a_chunk_at_once(monkeypatch):
     model = eager_twin(tiny_model("llama"))
     monkeypatch.setattr("slipstream.trainer.logprobs.head_logits", lambda m, h: (seen.append(len(h)), head_logits(m, h))[1])
     hidden, _ = hidden_and_logits(model)
-    logprob, _ = token_logprobs(model, hidden, head_rows(), 4)
-    logprob.sum().backward()
+    token_logprobs(model, hidden, head_rows(), 4).logprob.sum().backward()
     assert seen == [4, 4, 2, 2, 4, 4]  # forward, then again in the backward pass
 
 
-def test_logprob_gradient_against_finite_differences():
+@pytest.mark.parametrize("output", [0, 1], ids=["logprob", "entropy"])
+def test_gradients_against_finite_differences(output):
     """The backward pass is written out by hand; several tokens of one row are the case to get wrong."""
     logits = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     row, targets = torch.tensor([0, 0, 0, 1, 3]), torch.tensor([2, 2, 5, 0, 6])
-    assert torch.autograd.gradcheck(lambda x: _LogprobAndEntropy.apply(x, row, targets)[0], logits)
+    assert torch.autograd.gradcheck(lambda x: _LogprobAndEntropy.apply(x, row, targets, True)[output], logits)
+
+
+def test_entropy_gradient_of_a_certain_token_is_zero_not_nan():
+    logits = torch.tensor([[200.0, 0.0, -200.0]], requires_grad=True)
+    _, entropy = _LogprobAndEntropy.apply(logits, torch.tensor([0]), torch.tensor([0]), True)
+    entropy.sum().backward()
+    assert torch.equal(logits.grad, torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("chunk_rows", [3, 100])
+def test_divergence_from_a_teacher_equals_full_logits(chunk_rows):
+    """Value and gradient, with the entropy's beside it; the teacher is another architecture with a longer, padded vocabulary."""
+    model, other = eager_twin(tiny_model("llama")), eager_twin(tiny_model("gemma2", seed=3, vocab_size=VOCABULARY + 3))
+    rows = head_rows()
+    hidden, logits = hidden_and_logits(model)
+    other_hidden, other_logits = hidden_and_logits(other)
+    logs, other_logs = ((x[..., :VOCABULARY] / 0.7).log_softmax(-1)[rows.positions[rows.row]] for x in (logits, other_logits.detach()))
+    expected, entropy = (logs.exp() * (logs - other_logs)).sum(-1), -(logs.exp() * logs).sum(-1)
+    assert expected.min() > 0.01
+    weight = torch.linspace(-1, 2, len(expected))
+    model.zero_grad()
+    (expected * weight + entropy * weight.flip(0)).sum().backward()
+    reference = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    hidden, _ = hidden_and_logits(model)
+    teacher = Teacher(other, other_hidden.detach())
+    found = token_logprobs(model, hidden, rows, chunk_rows, entropy_gradient=True, teacher=teacher)
+    model.zero_grad()
+    (found.divergence * weight + found.entropy * weight.flip(0)).sum().backward()
+    assert torch.allclose(found.divergence, expected, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, reference[name], rtol=1e-4, atol=1e-5 * reference[name].abs().max().item()), name
+    assert all(p.grad is None for p in other.parameters())
 
 
 def test_the_model_itself_is_left_alone():

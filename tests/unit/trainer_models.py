@@ -38,7 +38,7 @@ def tiny_model(kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.fl
     """A random model of this architecture, attached to slipstream's attention."""
     sizes = {} if kind == "gpt2" else _SIZES
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, **{**sizes, **special, **ARCHITECTURES.get(kind, {}), **overrides})
+    config = AutoConfig.for_model(kind, **{"vocab_size": VOCABULARY, **sizes, **special, **ARCHITECTURES.get(kind, {}), **overrides})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -41,52 +41,102 @@ class HeadRows(NamedTuple):
         return HeadRows(*(None if x is None else x.to(device) for x in self))  # type: ignore[arg-type]
 
 
-def token_logprobs(model: nn.Module, hidden: torch.Tensor, rows: HeadRows, chunk_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logprob float32[N] with gradient, entropy float32[N] without) of the tokens, from the body's hidden states [T, d].
+class TokenOutputs(NamedTuple):
+    """What a forward pass says of the trained tokens."""
 
-    At most `chunk_rows` rows of logits exist at a time. Logits are divided by the temperature; the softmax is in float32.
+    logprob: torch.Tensor  # float32[N], with a gradient
+    entropy: torch.Tensor  # float32[N], nats, of the distribution the token comes from; with a gradient where that was asked for
+    divergence: torch.Tensor | None  # float32[N], KL(model ‖ teacher) over the vocabulary, with a gradient; None without a teacher
+
+
+class Teacher(NamedTuple):
+    """A frozen model over the same tokens."""
+
+    model: nn.Module
+    hidden: torch.Tensor  # [T, d of the teacher]
+
+
+def token_logprobs(
+    model: nn.Module,
+    hidden: torch.Tensor,
+    rows: HeadRows,
+    chunk_rows: int,
+    *,
+    entropy_gradient: bool = False,
+    teacher: Teacher | None = None,
+) -> TokenOutputs:
+    """Logprob and entropy of the tokens, from the body's hidden states [T, d]; with a teacher the divergence from it as well.
+
+    At most `chunk_rows` rows of logits exist at a time (of each model). Logits are divided by the temperature; the softmax is in float32.
     """
     chunks = rows.chunks(chunk_rows)
-    logprobs, entropies = [], []
+    outputs = []
     for part in chunks:
-        selected = hidden.index_select(0, part.positions)
+        arguments = (model, hidden.index_select(0, part.positions), part, entropy_gradient, teacher)
         if len(chunks) == 1:  # one chunk is within the bound anyway, so it need not be computed twice
-            logprob, entropy = _chunk_logprobs(model, selected, part)
+            outputs.append(_chunk_outputs(*arguments))
         else:
-            logprob, entropy = checkpoint(_chunk_logprobs, model, selected, part, use_reentrant=False)  # type: ignore[misc]
-        logprobs.append(logprob)
-        entropies.append(entropy)
-    return torch.cat(logprobs), torch.cat(entropies)
+            outputs.append(checkpoint(_chunk_outputs, *arguments, use_reentrant=False))
+    logprob, entropy, divergence = zip(*outputs, strict=True)
+    return TokenOutputs(torch.cat(logprob), torch.cat(entropy), None if teacher is None else torch.cat(divergence))
 
 
-def _chunk_logprobs(model: nn.Module, hidden: torch.Tensor, part: HeadRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """One chunk: hidden [R, d] -> (logprob [N], entropy [N])."""
+def _chunk_outputs(
+    model: nn.Module, hidden: torch.Tensor, part: HeadRows, entropy_gradient: bool, teacher: Teacher | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """One chunk: hidden [R, d] -> logprob, entropy and divergence [N]."""
+    logits = _scaled_logits(model, hidden, part)
+    logprob, entropy = _LogprobAndEntropy.apply(logits, part.row, part.target_ids, entropy_gradient)  # type: ignore[misc]
+    if teacher is None:
+        return logprob, entropy[part.row], None
+    with torch.no_grad():
+        teacher_logits = _scaled_logits(teacher.model, teacher.hidden.index_select(0, part.positions), part)
+    return logprob, entropy[part.row], _divergence(logits, teacher_logits)[part.row]
+
+
+def _scaled_logits(model: nn.Module, hidden: torch.Tensor, part: HeadRows) -> torch.Tensor:
     logits = head_logits(model, hidden).float()
-    if part.temperature is not None:
-        logits = logits / part.temperature[:, None]
-    logprob, entropy = _LogprobAndEntropy.apply(logits, part.row, part.target_ids)  # type: ignore[misc]
-    return logprob, entropy[part.row]
+    return logits if part.temperature is None else logits / part.temperature[:, None]
+
+
+def _divergence(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
+    """KL(π ‖ π_T) [R] = Σ_v π (log π - log π_T) of logits [R, V] and [R, V_T]; gradient to the first.
+
+    Models of one family pad the same vocabulary to different sizes: both are taken over the entries that both have.
+    """
+    width = min(logits.shape[-1], teacher_logits.shape[-1])
+    logs, teacher_logs = (x[:, :width].log_softmax(dim=-1) for x in (logits, teacher_logits))
+    return (logs.exp() * (logs - teacher_logs)).sum(dim=-1)
 
 
 class _LogprobAndEntropy(torch.autograd.Function):
     """(logprob [N] of the targets, entropy [R] of the rows) of logits [R, V], in as few passes over them as there can be.
 
-    d logprob[n] / d logits[r] = onehot(target n) - softmax(logits[r]) for its row r; the softmax is at hand from the entropy.
+    With p = softmax(logits[r]) and H its entropy, for the row r of token n:
+
+        d logprob[n] / d logits[r] = onehot(target n) - p          p is at hand from the entropy
+        d H[r] / d logits[r]       = -p (log p + H)                only where the entropy has a gradient
     """
 
     @staticmethod
-    def forward(ctx, logits: torch.Tensor, row: torch.Tensor, target_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx, logits: torch.Tensor, row: torch.Tensor, target_ids: torch.Tensor, entropy_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logs = logits.log_softmax(dim=-1)
         logprob = logs[row, target_ids]
         probability = logs.exp()
         entropy = -logs.mul_(probability).sum(dim=-1)
-        ctx.save_for_backward(probability, row, target_ids)
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(probability, row, target_ids, entropy)
+        ctx.entropy_gradient = entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logprob, entropy
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        probability, row, target_ids = ctx.saved_tensors
-        per_row = torch.zeros_like(probability[:, 0]).index_add_(0, row, gradient)
+    def backward(ctx, gradient: torch.Tensor, entropy_gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        probability, row, target_ids, entropy = ctx.saved_tensors
+        per_row = torch.zeros_like(entropy).index_add_(0, row, gradient)
         out = probability * -per_row[:, None]
-        return out.index_put_((row, target_ids), gradient, accumulate=True), None, None
+        if ctx.entropy_gradient:
+            out -= (torch.xlogy(probability, probability) + probability * entropy[:, None]) * entropy_gradient[:, None]
+        return out.index_put_((row, target_ids), gradient, accumulate=True), None, None, None

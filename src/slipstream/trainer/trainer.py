@@ -20,7 +20,7 @@ from slipstream.models.head import base_model
 from slipstream.tensors import dtype_name
 from slipstream.trainer import advantages, losses
 from slipstream.trainer.diagnostics import Diagnostics
-from slipstream.trainer.logprobs import token_logprobs
+from slipstream.trainer.logprobs import TokenOutputs, token_logprobs
 from slipstream.trainer.optimizer import Optimizer, learning_rate
 from slipstream.trainer.packing import MicroBatch, pack
 from slipstream.trainer.token_table import Sequence, token_table
@@ -125,14 +125,14 @@ class Trainer:
     def _accumulate(self, micro_batch: MicroBatch, normalizer: float, diagnostics: Diagnostics) -> None:
         """Forward and backward of one micro-batch; its gradient is added to the optimizer's."""
         m = micro_batch
-        logprob, entropy = self.logprobs(m)
+        logprob, entropy, _ = self.logprobs(m)
         per_token = losses.ppo_clip(logprob, m.sampler_logprob, m.advantage, self._preset.clip_low, self._preset.clip_high)
         loss = losses.aggregate(per_token, normalizer)
         loss.backward()
         diagnostics.add(loss, logprob, m.sampler_logprob, entropy, m.advantage, m.staleness)
 
-    def logprobs(self, m: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprob, entropy) float32[N] of the micro-batch's tokens under the model as it is; logprob has a gradient."""
+    def logprobs(self, m: MicroBatch) -> TokenOutputs:
+        """Of the micro-batch's tokens [N], under the model as it is; the logprobs have a gradient."""
         body = base_model(self.model)
         output = body(input_ids=m.input_ids, position_ids=m.position_ids, layout=m.layout, use_cache=False)
         return token_logprobs(self.model, output.last_hidden_state[0], m.rows, self.config.trainer.logprob_chunk_tokens)
