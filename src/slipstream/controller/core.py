@@ -27,6 +27,7 @@ from slipstream.controller.intake import Intake
 from slipstream.controller.journal import Journal
 from slipstream.controller.ledger import Ledger
 from slipstream.controller.state import RunState
+from slipstream.controller.thresholds import Thresholds
 from slipstream.controller.timing import StepTimes
 from slipstream.controller.versions import Broker, check_manifest, check_report
 from slipstream.errors import CheckpointError
@@ -55,6 +56,7 @@ class ControllerCore:
         self.delivery = Delivery(self.journal, config, clock, self.times)
         self.intake = Intake(self.journal, config, rows, data_fingerprint, clock, self.times, self.delivery.keep)
         self.evaluations = EvaluationDesk(self.journal, config, eval_rows)
+        self.thresholds = Thresholds(self.journal, config.threshold, self.lower_max_staleness)
         self._start_checksum = start_checksum  # of the checkpoint that the trainer must start from
         self._points: dict[int, ev.Point] = {}  # ledger_seq -> where the draws stood when a checkpoint asked
 
@@ -111,6 +113,13 @@ class ControllerCore:
         if not self.stopping and self.journal.error is None:
             self.journal.record(ev.StopRequested(reason=reason))
 
+    def lower_max_staleness(self, reason: str) -> bool:
+        """Allow one version less from now on, as a recorded event; False where it is at its lowest."""
+        if self.state.max_staleness == 0:
+            return False
+        self.journal.record(ev.SettingsChanged(changes={"buffer.max_staleness": self.state.max_staleness - 1}, reason=reason))
+        return True
+
     # -- rollout worker
 
     def admit(self, room: int) -> Work | None:
@@ -153,7 +162,9 @@ class ControllerCore:
 
     def finish_step(self, report: StepReport) -> None:
         self.check()
-        self.delivery.finish_step(report)
+        line = self.delivery.finish_step(report)
+        if line is not None:
+            self.thresholds.look(line)
 
     def begin_write(self) -> int:
         self.check()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slipstream.config.settings import Config
 from slipstream.controller import buffer
 from slipstream.controller import events as ev
@@ -95,10 +97,10 @@ class Delivery:
                 "is the task too hard or too easy, or the reward constant?"
             )
 
-    def finish_step(self, report: StepReport) -> None:
-        """Step s is made. A second report of it changes nothing."""
+    def finish_step(self, report: StepReport) -> dict[str, Any] | None:
+        """Step s is made; its metric line. A second report of it changes nothing: None."""
         if report.step < self._state.step:
-            return
+            return None
         batch, now = self._batches.get(report.step), self._clock.now()
         if batch is None:
             raise LedgerError(f"step {report.step} finished, but its batch was not handed out in this incarnation")
@@ -114,11 +116,12 @@ class Delivery:
         del self._batches[report.step]
         for group in batch.groups:
             self._groups.pop(group.group_id, None)
-        self._report_step(report, finished, batch, now)
+        line = self._report_step(report, finished, batch, now)
         if self._state.skipped_in_a_row >= self._config.trainer.max_skipped_steps:
             self._journal.fail(RunFailed(f"the last {self._state.skipped_in_a_row} updates were skipped; the newest: {report.skipped}"))
+        return line
 
-    def _report_step(self, report: StepReport, finished: ev.StepFinished, batch: Batch, now: float) -> None:
+    def _report_step(self, report: StepReport, finished: ev.StepFinished, batch: Batch, now: float) -> dict[str, Any]:
         generated = self._state.totals.generated_tokens
         line = step_line(
             report,
@@ -133,3 +136,4 @@ class Delivery:
         self._generated_before = generated
         self._sync_s.clear()
         self._journal.tell(lambda: self._journal.observer.step(line, batch.groups))
+        return line

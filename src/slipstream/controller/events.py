@@ -150,6 +150,12 @@ class StepFinished(Event, tag="step_finished", frozen=True, kw_only=True):
     trainer_wait_s: float = 0.0  # of that, waiting for a batch
 
 
+class ThresholdsJudged(Event, tag="thresholds_judged", frozen=True, kw_only=True):
+    """What the newest step line made of the counts of the thresholds; recorded when they change."""
+
+    counts: dict[str, int]  # `thresholds.name` -> violations in a row, below 0: lines still to be ignored
+
+
 class VersionPublished(Event, tag="version_published", frozen=True, kw_only=True):
     version: int
     checksum: str
@@ -228,6 +234,7 @@ AnyEvent = (
     | Dropped
     | BatchRecorded
     | StepFinished
+    | ThresholdsJudged
     | VersionPublished
     | EngineAdded
     | EngineRemoved

@@ -116,6 +116,7 @@ class RunState:
 
     stop_reason: str | None = None
     skipped_in_a_row: int = 0
+    threshold_counts: dict[str, int] = field(default_factory=dict)  # see `thresholds.judge`
     barren_in_a_row: int = 0  # groups that ended filtered or failed since the last one that finished, in this incarnation
     first_barren_cause: str = ""
     productive: bool = False  # some group has finished or was filtered in this incarnation

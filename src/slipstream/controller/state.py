@@ -74,6 +74,8 @@ def _run_started(state: RunState, event: ev.RunStarted) -> None:
     state.unconfirmed.clear()  # every engine of this incarnation starts at from_step or later
     state.stop_reason = None
     state.skipped_in_a_row = state.barren_in_a_row = 0
+    if event.kind != "deterministic_resume":  # that one goes on with the counts as of its checkpoint
+        state.threshold_counts = {}
     state.first_barren_cause, state.productive = "", False
 
 
@@ -304,6 +306,10 @@ def _step_finished(state: RunState, event: ev.StepFinished) -> None:
     _release(state)
 
 
+def _thresholds_judged(state: RunState, event: ev.ThresholdsJudged) -> None:
+    state.threshold_counts = dict(event.counts)
+
+
 def _count_trained(totals: Totals, batch: RecordedBatch, sign: int) -> None:
     """Add a finished batch to the totals, or take it out again. A skipped update trained nothing, but its groups are spent."""
     totals.trained_groups += sign * len(batch.members)
@@ -411,6 +417,7 @@ _HANDLERS = {
     ev.Dropped: _dropped,
     ev.BatchRecorded: _batch_recorded,
     ev.StepFinished: _step_finished,
+    ev.ThresholdsJudged: _thresholds_judged,
     ev.VersionPublished: _version_published,
     ev.EngineAdded: _engine_added,
     ev.EngineRemoved: _engine_removed,
