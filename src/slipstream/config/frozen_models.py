@@ -1,8 +1,8 @@
 """Which frozen models a run holds beside the one that learns, and who computes with them. Torch-free.
 
-    loss.kl_coefficient > 0                      reference    the logprob stage, for `reference_logprobs`
-    loss.teacher, loss.teacher_kl = "sampled"    teacher      the logprob stage, for `teacher_logprobs`
-    loss.teacher, loss.teacher_kl = "full"       teacher      the trainer: it needs every logit, not one per token
+loss.kl_coefficient > 0                      reference    the logprob stage, for `reference_logprobs`
+loss.teacher, loss.teacher_kl = "sampled"    teacher      the logprob stage, for `teacher_logprobs`
+loss.teacher, loss.teacher_kl = "full"       teacher      the trainer: it needs every logit, not one per token
 """
 
 from __future__ import annotations

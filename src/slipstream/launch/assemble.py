@@ -11,10 +11,13 @@ from collections.abc import Sequence
 
 import torch
 
+from slipstream.config.frozen_models import stage_models, trainer_teacher
 from slipstream.config.settings import Config
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.launch.assemble_worker import context_limit
 from slipstream.launch.context import RunContext
+from slipstream.logprobs.loading import load_frozen_model, load_stage
+from slipstream.logprobs.stage import LogprobStage
 from slipstream.models.loading import load_model
 from slipstream.models.probe import probe
 from slipstream.protocols import WeightsOffer
@@ -31,10 +34,16 @@ def build_trainer(context: RunContext, slots: Sequence[MemoryFile]) -> tuple[Tra
     config = context.config
     torch.manual_seed(config.run.seed)
     model, _, _ = load_model(config.model, device=config.trainer.device)
-    trainer = Trainer(config, model)
+    teacher = trainer_teacher(config)
+    trainer = Trainer(config, model, **({} if teacher is None else {"teacher": load_frozen_model(teacher, config)}))
     if context.start_step:
         load_checkpoint(context.checkpoints / f"step-{context.start_step}", trainer)
     return trainer, Publisher(model, list(slots), getattr(torch, config.model.dtype))
+
+
+def build_logprobs(config: Config) -> LogprobStage | None:
+    """The logprob stage over its frozen models; None for a run that asks for none."""
+    return load_stage(config) if stage_models(config) else None
 
 
 class EngineWeights:

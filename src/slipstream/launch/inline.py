@@ -18,7 +18,7 @@ import torch
 from slipstream.controller.controller import Controller
 from slipstream.engines.embedded.client import InProcessClient
 from slipstream.errors import DeadlineExceeded
-from slipstream.launch.assemble import ENGINE_ID, EngineWeights, build_engine, build_trainer
+from slipstream.launch.assemble import ENGINE_ID, EngineWeights, build_engine, build_logprobs, build_trainer
 from slipstream.launch.assemble_worker import build_worker
 from slipstream.launch.context import RunContext
 from slipstream.launch.page import NullProgress
@@ -83,6 +83,7 @@ class InlineRun:
         self._load_weights = EngineWeights(self._engine, slots)
         self._client = InProcessClient(self._engine)
         self._trainer, self._publisher = build_trainer(context, slots)
+        self._logprobs = build_logprobs(context.config)
         self._worker: RolloutWorker | None = None
         self._trainer_task: asyncio.Task[None] | None = None
         self._worker_task: asyncio.Task[None] | None = None
@@ -91,7 +92,9 @@ class InlineRun:
     async def run(self, scorers: Sequence[Scorer]) -> None:
         """Turns until trainer and worker have left."""
         model = load_tokenizer(self._context.config.model)
-        self._worker = await build_worker(self._context, self._controller, self._client, scorers, model, external=self._outside)
+        self._worker = await build_worker(
+            self._context, self._controller, self._client, scorers, model, logprobs=self._logprobs, external=self._outside
+        )
         api: Any = _CanonicalPoints(self) if self._context.config.run.deterministic else self._controller
         self._trainer_task = asyncio.create_task(
             run_trainer(self._trainer, api, self._publisher, self._context.checkpoints, NullProgress()), name="trainer"

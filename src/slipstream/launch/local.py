@@ -3,6 +3,7 @@
     this process      controller (asyncio), supervisor            ◄── signals
       ├─ engine       forward passes                              each child: own process group, own log, threads per role,
       ├─ trainer      optimizer steps                             a lifeline to this process, a record on the progress page
+      ├─ logprobs     forward passes of frozen models, where the loss asks for them
       └─ rollout      rollout worker  (in this process where reward callables are given: they cannot travel)
 
 A role that dies or hangs ends the run with its own cause (`supervisor.decide`); nothing is left running.
@@ -14,9 +15,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
+from slipstream.config.frozen_models import stage_models
 from slipstream.controller.controller import Controller
 from slipstream.deadlines import CHECKPOINT_S
 from slipstream.errors import DeadlineExceeded
+from slipstream.launch import logprob_socket
 from slipstream.launch.context import RunContext
 from slipstream.launch.framing import private_directory
 from slipstream.launch.page import NullProgress, Page
@@ -26,7 +29,7 @@ from slipstream.launch.supervisor import Supervisor
 from slipstream.launch.wire import serve
 from slipstream.weight_sync.memory import MemoryFile
 
-ROLES = ("engine", "trainer", "rollout")
+ROLES = ("engine", "trainer", "rollout", logprob_socket.ROLE)  # the last one only where the settings ask for it
 LEAVE_MARGIN_S = 120.0  # beyond the grace: rewards under way, the last prefixes
 
 
@@ -60,6 +63,9 @@ class LocalRun:
         """Start the roles, wait for the end of the run, and let them leave."""
         await self._start("engine", self._context.config.engine.threads)
         await self._start("trainer", self._context.config.trainer.threads)
+        if stage_models(self._context.config):
+            with logprob_socket.listen(self._folder) as listener:
+                await self._start(logprob_socket.ROLE, logprob_socket.THREADS, listener.fileno())
         if rewards:
             self._own_worker = asyncio.create_task(self._work_here(rewards), name="rollout worker")
         else:
@@ -77,7 +83,7 @@ class LocalRun:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _start(self, role: str, threads: int) -> None:
+    async def _start(self, role: str, threads: int, listener: int | None = None) -> None:
         spec = ChildSpec(
             role=role,
             roles=ROLES,
@@ -87,6 +93,7 @@ class LocalRun:
             lifeline=self._lifeline.read_end,
             page=self._page_memory.fileno(),
             slots=tuple(slot.fileno() for slot in self._slots),
+            listener=listener,
             options=context_options(self._context),
         )
         await self.supervisor.start(spec, self._context.run_folder / "log" / f"{role}.log")

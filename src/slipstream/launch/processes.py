@@ -43,7 +43,14 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     lifeline: int  # descriptor: its end of file is the parent's end
     page: int  # descriptor of the progress page
     slots: tuple[int, ...] = ()  # descriptors of the weight slots
+    listener: int | None = None  # descriptor of a listening socket that the role is to serve
     options: dict[str, str] = {}  # what else the role's own code wants to know
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """All that the child inherits."""
+        listener = () if self.listener is None else (self.listener,)
+        return (self.lifeline, self.page, *self.slots, *listener)
 
 
 @dataclass(slots=True)
@@ -114,7 +121,7 @@ async def spawn(spec: ChildSpec, log: Path, command: list[str] | None = None) ->
             stdout=output,
             stderr=output,
             env=child_environment(spec),
-            pass_fds=(spec.lifeline, spec.page, *spec.slots),
+            pass_fds=spec.descriptors,
             start_new_session=True,  # its own process group, and Ctrl-C in the terminal reaches the launching process alone
         )
     return RoleProcess(spec.role, process, log)
@@ -163,7 +170,7 @@ def child_setup() -> Child:
     Raises KeyError where the process was not started by `spawn`.
     """
     spec = msgspec.json.decode(os.environ.pop(_SPEC_VARIABLE), type=ChildSpec)  # popped: its own children are not this role
-    for descriptor in (spec.lifeline, spec.page, *spec.slots):
+    for descriptor in spec.descriptors:
         os.set_inheritable(descriptor, False)
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)

@@ -2,14 +2,16 @@
 
     controller socket ◄── every call ── engine | trainer | rollout worker
     engine socket     ◄── generate, frames ── rollout worker
+    logprobs socket   ◄── annotate ── rollout worker
 
 The role's own error is reported over the controller's socket before the process exits with 1. It leaves with 0 when its work is done
-(trainer, rollout worker); the engine is ended from outside.
+(trainer, rollout worker); the engine and the logprob stage are ended from outside.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
@@ -74,10 +76,21 @@ async def run_rollout_role(child: Child, controller: RemoteController) -> None:
     await run_rollout_worker(context, controller, scorers, child.spec.socket_folder, child.progress)
 
 
+async def run_logprobs_role(child: Child, controller: RemoteController) -> None:
+    from slipstream.launch.assemble import build_logprobs
+    from slipstream.launch.logprob_socket import run_logprobs
+
+    context = context_of(child)
+    stage = build_logprobs(context.config)
+    assert stage is not None and child.spec.listener is not None, "started for a run without a logprob stage"
+    await run_logprobs(stage, socket.socket(fileno=child.spec.listener), context.config, child.progress)
+
+
 ROLES: dict[str, Callable[[Child, RemoteController], Awaitable[None]]] = {
     "engine": run_engine_role,
     "trainer": run_trainer_role,
     "rollout": run_rollout_role,
+    "logprobs": run_logprobs_role,
 }
 
 

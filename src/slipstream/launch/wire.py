@@ -144,7 +144,7 @@ class Server:
 
     async def start(self, at: str | socket.socket) -> None:
         """Listen at a path, or on a socket that listens already."""
-        place = {"path": at} if isinstance(at, str) else {"sock": at}
+        place: dict[str, Any] = {"path": at} if isinstance(at, str) else {"sock": at}
         self._server = await asyncio.get_running_loop().create_unix_server(lambda: _Session(self).link, **place)
 
     async def close(self) -> None:

@@ -17,9 +17,9 @@ def check_same_tokens(key: str, name: str, theirs: Mapping[str, int], ours: Mapp
     at_ours, at_theirs = _by_id(ours), _by_id(theirs)
     first = min(index for index in at_ours.keys() | at_theirs.keys() if at_ours.get(index) != at_theirs.get(index))
     raise ModelError(
-        f"{key} = '{name}': its tokenizer is not that of the model that learns ({len(theirs):,} tokens there, {len(ours):,} here; the first "
-        f"difference is token id {first}: {_shown(at_theirs.get(first))} there, {_shown(at_ours.get(first))} here). Logprobs of sampled "
-        "tokens mean something only under the same vocabulary: take a model of the same family, with the same tokenizer files"
+        f"{key} = '{name}': its tokenizer is not that of the model that learns ({len(theirs):,} tokens there, {len(ours):,} here; the "
+        f"first difference is token id {first}: {_shown(at_theirs.get(first))} there, {_shown(at_ours.get(first))} here). Logprobs of "
+        "sampled tokens mean something only under the same vocabulary: take a model of the same family, with the same tokenizer files"
     )
 
 

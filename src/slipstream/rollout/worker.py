@@ -6,7 +6,7 @@
     take_orders     Work.evaluation, Work.stop    an evaluation task    controller.admit(0)          an evaluation is due, or the run stops
     recorder        sampled tokens                controller.progress   64 tokens or the end of one  engine frames
     a group         its assignment                finish_group          engine, environments,        frames, replies, scores;
-                                                                        scorers                      each with a deadline
+                                                                        scorers, logprob stage       each with a deadline
     an evaluation   its EvalTask                  finish_evaluation     the same                     the same
 
 All are tasks of one TaskGroup: the first that fails ends the run with its own error.
@@ -21,7 +21,7 @@ from typing import Any
 from slipstream.config.settings import Config
 from slipstream.environments import make_environment as environment_from_settings
 from slipstream.errors import PeerLost
-from slipstream.protocols import ControllerAPI, EngineClient, Environment, Progress, Scorer
+from slipstream.protocols import ControllerAPI, EngineClient, Environment, LogprobClient, Progress, Scorer
 from slipstream.rollout.activity import WatchedCalls
 from slipstream.rollout.evaluation import run_evaluation
 from slipstream.rollout.external import ExternalCalls, FreeCalls
@@ -39,10 +39,10 @@ class RolloutWorker:
     """Runs groups until the controller or `stop` ends it; `run` may be called again after that.
 
     controller, engine: clients of the other roles. tokenizer: as transformers gives it, with a chat template. scorers: see
-    `scoring.scorers.make_scorers`; `close` closes them. max_context: tokens of prompt and completion that the engine can hold. external:
-    how scorers and environments are called (TickedCalls in deterministic runs). progress: where the worker says what it owes.
-    stop_token_ids: the model's own, added to those of its tokenizer and chat template. make_environment: row to environment, by the
-    settings by default.
+    `scoring.scorers.make_scorers`; `close` closes them. max_context: tokens of prompt and completion that the engine can hold. logprobs:
+    the logprob stage, of runs whose loss needs frozen models. external: how scorers and environments are called (TickedCalls in
+    deterministic runs). progress: where the worker says what it owes. stop_token_ids: the model's own, added to those of its
+    tokenizer and chat template. make_environment: row to environment, by the settings by default.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class RolloutWorker:
         scorers: Sequence[Scorer],
         *,
         max_context: int,
+        logprobs: LogprobClient | None = None,
         external: ExternalCalls | None = None,
         progress: Progress | None = None,
         seed: int | None = None,
@@ -62,6 +63,7 @@ class RolloutWorker:
     ):
         self._controller, self._engine, self._config, self._scorers = controller, engine, config, list(scorers)
         self._renderer = Renderer(tokenizer, max_context)
+        self._logprobs = logprobs
         self.stop_token_ids = tuple(sorted({*stop_token_ids, *self._renderer.stop_token_ids()}))
         self._recorder = PrefixRecorder(controller)
         calls = external or FreeCalls()
@@ -190,6 +192,8 @@ class RolloutWorker:
             needed=rollout.group_size,
         )
         await self._recorder.close_group(group.group_id)
+        if self._logprobs is not None:
+            group = await self._logprobs.annotate(group)
         await self._controller.finish_group(group)
 
     async def _evaluate(self, task: EvalTask) -> None:
