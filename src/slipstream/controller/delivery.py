@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 from slipstream.config.settings import Config
 from slipstream.controller import buffer
 from slipstream.controller import events as ev
 from slipstream.controller.journal import Journal
-from slipstream.controller.metrics_line import step_line
+from slipstream.controller.metrics_line import growth, step_line
 from slipstream.controller.state import RunState
 from slipstream.controller.timing import StepTimes
 from slipstream.errors import LedgerError, RunFailed
@@ -24,7 +25,7 @@ class Delivery:
         self._started_at = clock.now()
         self._groups: dict[int, Group] = {}  # finished groups in memory; after a resume they are read from the ledger when needed
         self._batches: dict[int, Batch] = {}  # handed to the trainer, not finished
-        self._generated_before = journal.state.totals.generated_tokens
+        self._totals_before = deepcopy(journal.state.totals)  # as of the last metric line
         self._flat_steps = 0  # steps in a row whose groups all had zero variance
         self._sync_s: list[float] = []  # of confirmations since the last step
 
@@ -122,7 +123,7 @@ class Delivery:
         return line
 
     def _report_step(self, report: StepReport, finished: ev.StepFinished, batch: Batch, now: float) -> dict[str, Any]:
-        generated = self._state.totals.generated_tokens
+        totals = self._state.totals
         line = step_line(
             report,
             finished,
@@ -130,10 +131,10 @@ class Delivery:
             batch.groups,
             self._state,
             time_s=now - self._started_at,
-            generated_tokens=generated - self._generated_before,
+            grown=growth(self._totals_before, totals),
             weight_sync_s=sum(self._sync_s) / len(self._sync_s) if self._sync_s else None,
         )
-        self._generated_before = generated
+        self._totals_before = deepcopy(totals)
         self._sync_s.clear()
         self._journal.tell(lambda: self._journal.observer.step(line, batch.groups))
         return line

@@ -1,8 +1,9 @@
-"""The metric line of a step. Numbers come from the step's own groups and from the ledger's state."""
+"""The metric line of a step. Numbers come from the step's own groups, and from what the run's totals grew by since the step before."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter  # noqa: F401 (in a doctest)
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 from slipstream.controller import admission
 from slipstream.controller.buffer import has_zero_variance
 from slipstream.controller.events import BatchRecorded, StepFinished
-from slipstream.controller.state import RunState
+from slipstream.controller.run_state import RunState, Totals
 from slipstream.types import Group, StepReport
+
+PER_STEP = ("generated_tokens", "filtered", "dropped", "wasted_tokens", "failures")  # of `Totals`
 
 
 def step_line(
@@ -23,10 +26,10 @@ def step_line(
     state: RunState,
     *,
     time_s: float,
-    generated_tokens: int,
+    grown: Totals,
     weight_sync_s: float | None,
 ) -> dict[str, Any]:
-    """The flat line of one step. The trainer's own metrics come last and do not overwrite what is counted here."""
+    """The flat line of one step. `grown`: see `growth`. The trainer's own metrics come last and do not overwrite what is counted here."""
     active = finished.active_s
     line: dict[str, Any] = {
         "step": report.step,
@@ -38,10 +41,12 @@ def step_line(
         **staleness_stats(dict(record.staleness)),
         "staleness_bound": max((m.bound for m in state.batches[report.step].members), default=0),
         "several_versions_fraction": _ratio(record.num_several_versions, record.num_samples),
+        **version_spreads(groups),
+        **_interrupts(groups),
         "masked_stale_tokens": record.num_masked_tokens,
         "trainer_idle_fraction": _ratio(finished.trainer_wait_s, finished.trainer_active_s),
         "rollout_idle_fraction": _ratio(finished.rollout_idle_s, active),
-        "generated_tokens_per_s": _ratio(generated_tokens, active),
+        "generated_tokens_per_s": _ratio(grown.generated_tokens, active),
         "trained_tokens_per_s": _ratio(record.num_loss_tokens, active),
         "trained_samples_per_s": _ratio(record.num_samples, active),
         "buffer_groups": state.num_finished,
@@ -53,9 +58,21 @@ def step_line(
         "publish_s": report.publish_s,
         "skipped": report.skipped,
         "num_loss_tokens": record.num_loss_tokens,
-        **{f"failures/{cause}": count for cause, count in sorted(state.totals.failures.items())},
+        "filtered_groups": grown.filtered,
+        **{f"dropped_groups/{reason}": count for reason, count in sorted(grown.dropped.items())},
+        **{f"wasted_tokens/{cause}": count for cause, count in sorted(grown.wasted_tokens.items())},
+        **{f"failures/{cause}": count for cause, count in sorted(grown.failures.items())},
     }
     return line | {key: value for key, value in report.metrics.items() if key not in line}
+
+
+def growth(before: Totals, now: Totals) -> Totals:
+    """What those totals that the lines tell step by step grew by; the others are 0.
+
+    >>> growth(Totals(filtered=1, failures=Counter(deadline=2)), Totals(filtered=4, failures=Counter(deadline=2, aborted=1))).failures
+    Counter({'aborted': 1})
+    """
+    return Totals(**{name: getattr(now, name) - getattr(before, name) for name in PER_STEP})
 
 
 def reward_stats(groups: Sequence[Group]) -> dict[str, Any]:
@@ -81,6 +98,26 @@ def _lengths(groups: tuple[Group, ...]) -> dict[str, Any]:
         "completion_tokens_mean": _ratio(sum(r.num_sampled_tokens for r in rollouts), len(rollouts)),
         "truncated_fraction": _ratio(truncated, len(rollouts)),
     }
+
+
+def version_spreads(groups: Sequence[Group]) -> dict[str, Any]:
+    """How many versions lie between the oldest and the newest trained token: within a rollout, and within a group."""
+    of_rollouts, of_groups = [], []
+    for group in groups:
+        trained = [versions for r in group.rollouts if len(versions := r.model_versions()[r.loss_mask])]
+        of_rollouts += [int(versions.max() - versions.min()) for versions in trained]
+        if trained:
+            of_groups.append(int(max(v.max() for v in trained) - min(v.min() for v in trained)))
+    return {
+        "version_spread_mean": _ratio(sum(of_rollouts), len(of_rollouts)),
+        "version_spread_max": max(of_rollouts, default=None),
+        "group_version_spread_mean": _ratio(sum(of_groups), len(of_groups)),
+    }
+
+
+def _interrupts(groups: Sequence[Group]) -> dict[str, Any]:
+    counts = [r.interrupts for g in groups for r in g.rollouts]
+    return {"interrupts": sum(counts), "interrupted_fraction": _ratio(sum(n > 0 for n in counts), len(counts))}
 
 
 def staleness_stats(histogram: dict[int, int]) -> dict[str, Any]:
