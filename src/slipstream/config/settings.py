@@ -186,8 +186,19 @@ class TrainerSettings(Settings):
     device: str | None = Field(default=None, pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="Instead of model.device.")
 
 
+# The rows of the tables in `loss_tables.py`, written out so that a wrong name is refused with those that exist.
+LossPreset = Literal[
+    "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "rloo", "reinforce", "reinforce_pp", "opo", "maxrl", "decoupled_ppo",
+    "dppo", "prime_rl", "topr", "kimi", "dro", "m2po",
+]  # fmt: skip
+AdvantageName = Literal[
+    "group_mean_std", "group_mean", "leave_one_out", "group_mean_then_batch_whiten", "length_weighted_baseline", "max_rl",
+]  # fmt: skip
+AggregationName = Literal["token_mean", "sequence_mean_of_token_mean", "sequence_mean_of_token_sum_over_max_length"]
+
+
 class CorrectionSettings(Settings):
-    """One correction; which of the keys it takes is in `losses.CORRECTIONS`."""
+    """One correction; which of the keys it takes is in `loss_tables.CORRECTIONS`."""
 
     type: Literal["truncate", "mask", "geometric", "opsm", "m2po", "version_gate", "reject"] = Field(description="What is done.")
     level: Literal["token", "sequence", "sequence_mean", "sequence_max"] | None = Field(default=None, description="What is judged as one.")
@@ -197,15 +208,15 @@ class CorrectionSettings(Settings):
 
 
 class LossSettings(Settings):
-    preset: str = Field(
+    preset: LossPreset = Field(
         default="grpo", description="Sets policy loss, advantage, aggregation, denominator and correction at once; the keys below override."
     )
     policy: str | None = Field(default=None, description="Policy loss: a name, or your own as 'module:function' or 'file.py:function'.")
     options: dict[str, float] = Field(default={}, description="Parameters of the policy loss.")
     clip_low: float | None = Field(default=None, gt=0, description="Lower clip range of the ratio; the preset's by default.")
     clip_high: float | None = Field(default=None, gt=0, description="Upper clip range of the ratio; the preset's by default.")
-    advantage: str | None = Field(default=None, description="Advantage estimator; the preset's by default.")
-    aggregation: str | None = Field(default=None, description="How token losses become one number; the preset's by default.")
+    advantage: AdvantageName | None = Field(default=None, description="Advantage estimator; the preset's by default.")
+    aggregation: AggregationName | None = Field(default=None, description="How token losses become one number; the preset's by default.")
     old_logprobs: Literal["sampler", "recomputed"] | None = Field(
         default=None, description="The denominator of the ratio: logprobs as sampled, or of the weights at the start of the step."
     )

@@ -1,0 +1,118 @@
+"""What keeps `[loss]` settings from being one loss: unknown names (with the nearest), wrong parameters, double counting. No torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from math import inf
+
+from slipstream.config.loss_tables import ALIASES, CORRECTIONS, POLICY_LOSSES, PRESETS, alias, corrections_of, expand, is_own
+from slipstream.config.settings import CorrectionSettings, LossSettings
+
+Problem = tuple[tuple[str, ...], str]  # (keys of [loss], the first to blame; what is wrong and what to do)
+
+
+def find_problems(settings: LossSettings) -> Iterator[Problem]:
+    """Everything that keeps these settings from being one loss."""
+    policy = settings.policy or PRESETS[settings.preset].policy
+    known = is_own(policy) or policy in POLICY_LOSSES
+    if known:
+        yield from _option_problems(settings, policy)
+    else:
+        names = f'{_list(POLICY_LOSSES)}, or your own as "module:function" or "file.py:function"'
+        yield ("policy",), f'"{policy}" is no policy loss{_nearest(policy, POLICY_LOSSES)}; it is one of {names}'
+    wrong = [problem for correction in corrections_of(settings) for problem in _correction_problems(correction)]
+    yield from wrong
+    if known and not wrong:
+        yield from _counted_twice(settings, policy, [expand(c) for c in corrections_of(settings)])
+
+
+def _option_problems(settings: LossSettings, policy: str) -> Iterator[Problem]:
+    given = {key: value for key in ("clip_low", "clip_high") if (value := getattr(settings, key)) is not None}
+    if is_own(policy):
+        for key in given:
+            yield (key, "policy"), f"{policy} is your own loss; give it what it takes in loss.options"
+        return
+    parameters = POLICY_LOSSES[policy].parameters
+    for key in given:
+        if key not in parameters:
+            yield (key, "policy"), f'policy loss "{policy}" has no {key}; it takes {_list(parameters)}'
+    for name, value in settings.options.items():
+        if name not in parameters:
+            near = _nearest(name, parameters)
+            yield ("options", "policy"), f'policy loss "{policy}" has no "{name}"{near}; it takes {_list(parameters)}'
+        elif name in ("clip_low", "clip_high"):
+            yield ("options",), f"write loss.{name} = {value:g} instead of putting it into options"
+        elif value <= parameters[name].above and not (value == 0 and parameters[name].zero_allowed):
+            bound = "at least 0" if parameters[name].zero_allowed else f"above {parameters[name].above:g}"
+            yield ("options",), f'{name} = {value:g} of policy loss "{policy}" must be {bound}'
+
+
+def _correction_problems(correction: str | CorrectionSettings) -> Iterator[Problem]:
+    if isinstance(correction, str):
+        if alias(correction) not in ALIASES:
+            yield ("correction",), _no_such_correction(correction)
+        return
+    table, name = CORRECTIONS[correction.type], correction.type
+    if correction.level is not None and correction.level not in table.levels:
+        takes = f"takes {_list(table.levels)}" if table.levels else "takes no level"
+        yield ("correction",), f'{name} with level = "{correction.level}": it {takes}'
+    if correction.statistic is not None and not table.statistics:
+        yield ("correction",), f'{name} with statistic = "{correction.statistic}": only reject takes one'
+    if correction.statistic is None and table.statistics:
+        yield ("correction",), f"{name} needs a statistic: one of {_list(table.statistics)}"
+    needed = ("high",) if name == "reject" and correction.statistic != "k1" else table.bounds
+    for bound in ("low", "high"):
+        value = getattr(correction, bound)
+        if value is None and bound in needed:
+            yield ("correction",), f"{name} needs {bound}; its weight is {table.formula}"
+        elif value is not None and bound not in needed:
+            yield ("correction",), f"{name} with {bound} = {value:g}: it takes {' and '.join(needed)} only; its weight is {table.formula}"
+        elif value is not None and value < 0:
+            yield ("correction",), f"{name} with {bound} = {value:g}: a bound is at least 0"
+    if (correction.low if correction.low is not None else -inf) > (correction.high if correction.high is not None else inf):
+        yield ("correction",), f"{name} with low = {correction.low:g} above high = {correction.high:g} would reject everything"
+    if correction.statistic == "k1" and correction.low == 0:
+        yield ("correction",), "reject k1 with low = 0: its bounds are ratios and their logarithms are taken; use low > 0"
+
+
+def _no_such_correction(name: str) -> str:
+    if alias(name) in CORRECTIONS:
+        table = CORRECTIONS[alias(name)]
+        return (
+            f'"{name}" has no usual bounds; write a table, e.g. {{type = "{alias(name)}", {", ".join(f"{b} = ..." for b in table.bounds)}}}'
+        )
+    return f'"{name}" is no correction{_nearest(alias(name), ALIASES)}; it is one of {_list(ALIASES)}, or a table with type = ...'
+
+
+def _counted_twice(settings: LossSettings, policy: str, corrections: list[CorrectionSettings]) -> Iterator[Problem]:
+    """The sampler's probability may stand below one fraction only."""
+    table = None if is_own(policy) else POLICY_LOSSES[policy]
+    if table and table.denominator == "none" and settings.old_logprobs is not None:
+        given = f'old_logprobs = "{settings.old_logprobs}" with policy loss "{policy}"'
+        yield ("old_logprobs", "policy"), f"{given}, whose formula has no π_old; leave it out"
+    if table and table.denominator == "recomputed" and settings.old_logprobs == "sampler":
+        reason = "r = π/μ and ρ = π_start/μ would weigh by the sampler twice"
+        remedy = 'use "recomputed" or leave it out'
+        yield ("old_logprobs", "policy"), f'old_logprobs = "sampler" with policy loss "{policy}": {reason}; {remedy}'
+    weighing = [c.type for c in corrections if CORRECTIONS[c.type].weighs]
+    if len(weighing) > 1:
+        yield ("correction",), f"{' and '.join(weighing)} each weigh by ρ = π_start/μ, together by its square; use one of them"
+    if weighing and table and table.weighs_by_sampler:
+        rejecting = _list(name for name, correction in CORRECTIONS.items() if not correction.weighs)
+        reason = "which weighs by the sampler already: each token would be weighed twice"
+        remedy = f"use another policy loss, or a correction that only rejects ({rejecting})"
+        yield ("correction", "policy"), f'{weighing[0]} with policy loss "{policy}", {reason}; {remedy}'
+    elif weighing and settings.old_logprobs == "sampler":
+        reason = "r = π/μ has the sampler in it already, so ρ would count it twice"
+        remedy = 'use old_logprobs = "recomputed" or leave it out'
+        yield ("correction", "old_logprobs"), f'{weighing[0]} with old_logprobs = "sampler": {reason}; {remedy}'
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f'; did you mean "{near[0]}"?' if near else ""
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names)
