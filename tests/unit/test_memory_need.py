@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.config.settings import Config, DataSettings, EngineSettings, ModelSettings, RolloutSettings, TrainerSettings
+from slipstream.config.settings import Config, DataSettings, EngineSettings, LossSettings, ModelSettings, RolloutSettings, TrainerSettings
 from slipstream.errors import MemoryNeedError, ModelError
 from slipstream.models import memory
 from slipstream.models.memory import ModelSize, check_memory, local_folder, memory_need, read_model_size
@@ -125,3 +125,36 @@ def test_damaged_files_are_named(folder):
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         read_model_size(folder)
+
+
+FROZEN = ModelSize(
+    num_parameters=5_000_000, hidden_size=10, intermediate_size=40, num_layers=1, kv_width=5, vocab_size=1000, context_tokens=64
+)
+
+
+def test_frozen_models_are_counted_where_they_are_held():
+    rollout, big = RolloutSettings(group_size=2, max_new_tokens=10), ModelSettings(name="big")
+
+    def parts(**loss) -> dict[str, int]:
+        config = Config(loss=LossSettings(**loss), rollout=rollout, data=DataSettings(eval=None))
+        return memory_need(config, SIZE, 30, {config.model: SIZE, big: FROZEN}).parts
+
+    none, reference = parts(), parts(kl_coefficient=0.1)
+    tokens = 30 + 2 * 10
+    forward = tokens * (10 * 100 + 4 * 50 + 4 * 400) * 4 + 3 * tokens * 1000 * 4
+    assert "frozen models" not in none
+    assert reference["frozen models"] == 4_000_000 + forward
+    assert reference["processes"] * 3 == none["processes"] * 4  # the stage has a process of its own
+    teacher = parts(teacher="big")["frozen models"]
+    assert teacher == 20_000_000 + tokens * (10 * 10 + 4 * 5 + 4 * 40) * 4 + 3 * tokens * 1000 * 4
+    assert parts(teacher="big", teacher_kl="full")["processes"] == none["processes"]  # the trainer holds it
+    assert parts(teacher="big", kl_coefficient=0.1)["frozen models"] == teacher + reference["frozen models"]
+    assert parts(teacher="builtin:tiny", kl_coefficient=0.1)["frozen models"] == reference["frozen models"]  # one model for both
+    assert parts(teacher="builtin:tiny", teacher_kl="full", kl_coefficient=0.1)["frozen models"] == 2 * reference["frozen models"]
+
+
+def test_a_teacher_that_is_not_here_yet_leaves_the_need_unknown(folder, tmp_path):
+    loss = LossSettings(teacher=str(tmp_path / "absent"))
+    assert check_memory(Config(model=ModelSettings(name=str(folder)), loss=loss)) is None
+    need = check_memory(Config(model=ModelSettings(name=str(folder)), loss=LossSettings(teacher=str(folder))))
+    assert need is not None and "frozen models" in need.parts

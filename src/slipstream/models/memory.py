@@ -2,6 +2,7 @@
 
 Trainer      weights + gradients + AdamW's two moments, + float32 master weights for a bfloat16 model, + activations of one micro-batch
 Engine       weights + the copy that an evaluation pins + keys and values of all slots at full context, for both
+Frozen       a reference or a teacher: weights + activations of a forward pass, in the logprob stage or beside the trainer's model
 Weight sync  the slots: three, or with `weight_sync.lag` as many more as versions wait
 Processes    what Python and torch take by themselves
 
@@ -14,10 +15,12 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config.arithmetic import max_context_tokens
+from slipstream.config.frozen_models import frozen_models, stage_models
 from slipstream.config.settings import Config, ModelSettings
 from slipstream.errors import MemoryNeedError, ModelError
 from slipstream.models.cache import cache_folder
@@ -64,15 +67,17 @@ class MemoryNeed:
 
 
 def check_memory(config: Config, folder: Path | None = None, prompt_tokens: int = 0) -> MemoryNeed | None:
-    """The run's need; None while the model's files are not on this machine yet. MemoryNeedError where main memory is too small.
+    """The run's need; None while a model's files are not on this machine yet. MemoryNeedError where main memory is too small.
 
-    `folder` is the model's folder where the caller knows it; otherwise it is looked for without loading or fetching anything.
-    `prompt_tokens` is the longest prompt, where known.
+    `folder` is the folder of the model that learns, where the caller knows it; otherwise it is looked for without loading or fetching
+    anything, as those of frozen models are. `prompt_tokens` is the longest prompt, where known.
     """
-    folder = folder or local_folder(config.model)
-    if folder is None:
+    wanted = dict.fromkeys([config.model, *(frozen.settings for frozen in frozen_models(config))])
+    folders = {model: (folder if model == config.model else None) or local_folder(model) for model in wanted}
+    sizes = {settings: read_model_size(place) for settings, place in folders.items() if place is not None}
+    if len(sizes) < len(folders):
         return None
-    need = memory_need(config, read_model_size(folder), prompt_tokens)
+    need = memory_need(config, sizes[config.model], prompt_tokens, sizes)
     if need.available_bytes is not None and need.host_bytes > need.available_bytes:
         raise MemoryNeedError(
             f"the run needs about {need}. Lower engine.slots, engine.max_context or trainer.max_tokens_per_micro_batch, set "
@@ -81,19 +86,26 @@ def check_memory(config: Config, folder: Path | None = None, prompt_tokens: int 
     return need
 
 
-def memory_need(config: Config, size: ModelSize, prompt_tokens: int = 0) -> MemoryNeed:
-    """Estimate the bytes of each part of a run with a model of this size."""
+def memory_need(
+    config: Config, size: ModelSize, prompt_tokens: int = 0, frozen: Mapping[ModelSettings, ModelSize] | None = None
+) -> MemoryNeed:
+    """Estimate the bytes of each part of a run with a model of this size; `frozen`: the sizes of the frozen models beside it."""
     weights = size.num_parameters * _ELEMENT_BYTES[config.model.dtype]
     trainer, engine = _trainer_bytes(config, size, prompt_tokens), _engine_bytes(config, size)
-    num_processes = 1 if config.launch == "inline" else 3  # the launching process has no torch
+    loaded = {
+        (model.settings, model.array is None) for model in frozen_models(config)
+    }  # the stage holds each once, the trainer its teacher
+    others = {"frozen models": sum(_frozen_bytes(config, (frozen or {})[m], prompt_tokens) for m, _ in loaded)} if loaded else {}
+    num_processes = 1 if config.launch == "inline" else 4 if stage_models(config) else 3  # the launching process has no torch
     parts = {
         "trainer": trainer,
         "engine": engine,
+        **others,
         "weight sync": num_weight_slots(config) * weights,
         "processes": num_processes * _PROCESS_BYTES,
     }
     host = parts["weight sync"] + parts["processes"]
-    host += trainer if _on_host(config.trainer.device or config.model.device) else 0
+    host += trainer + sum(others.values()) if _on_host(config.trainer.device or config.model.device) else 0
     host += engine if _on_host(config.engine.device or config.model.device) else 0
     return MemoryNeed(parts, host, available_bytes())
 
@@ -108,16 +120,32 @@ def _trainer_bytes(config: Config, size: ModelSize, prompt_tokens: int) -> int:
     element = _ELEMENT_BYTES[config.model.dtype]
     float32 = _ELEMENT_BYTES["float32"]
     state = element + float32 + 2 * float32 + (float32 if element != float32 else 0)  # weight, gradient, two moments, master
-    group_tokens = prompt_tokens + config.rollout.group_size * config.rollout.max_new_tokens * config.rollout.max_turns
-    batch_tokens = config.trainer.groups_per_step * group_tokens
+    batch_tokens = config.trainer.groups_per_step * _group_tokens(config, prompt_tokens, config.rollout.group_size)
     tokens = min(config.trainer.max_tokens_per_micro_batch, batch_tokens)
-    per_layer = 10 * size.hidden_size + 4 * size.kv_width + 4 * size.intermediate_size  # values kept per token for the backward pass
+    per_layer = _values_per_layer(size)
     if config.trainer.gradient_checkpointing:
         activations = tokens * (size.num_layers * size.hidden_size + per_layer) * element
     else:
         activations = tokens * size.num_layers * per_layer * element
     logits = 3 * min(tokens, config.trainer.logprob_chunk_tokens) * size.vocab_size * float32
     return size.num_parameters * state + activations + logits
+
+
+def _group_tokens(config: Config, prompt_tokens: int, rollouts: int) -> int:
+    return prompt_tokens + rollouts * config.rollout.max_new_tokens * config.rollout.max_turns
+
+
+def _values_per_layer(size: ModelSize) -> int:
+    """Numbers per token that a layer computes, all of which a backward pass wants kept."""
+    return 10 * size.hidden_size + 4 * size.kv_width + 4 * size.intermediate_size
+
+
+def _frozen_bytes(config: Config, size: ModelSize, prompt_tokens: int) -> int:
+    """A model that reads a group and keeps nothing: one layer's values at a time, and a chunk of logits."""
+    element = _ELEMENT_BYTES[config.model.dtype]
+    tokens = min(config.trainer.max_tokens_per_micro_batch, _group_tokens(config, prompt_tokens, config.rollout.num_samples))
+    logits = 3 * min(tokens, config.trainer.logprob_chunk_tokens) * size.vocab_size * _ELEMENT_BYTES["float32"]
+    return size.num_parameters * element + tokens * _values_per_layer(size) * element + logits
 
 
 def _engine_bytes(config: Config, size: ModelSize) -> int:
