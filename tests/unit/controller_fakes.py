@@ -227,12 +227,16 @@ class Roles:
                     self.swapped.clear()
                     await self.swapped.wait()
                 self.assigned.append(task)
-                group = group_of(task, self.version, self.c.incarnation, **self.outcome(task))
+                group = self.group(task)
                 if self.record and not task.prefixes:
                     await self.c.progress([chunk_of(r) for r in group.rollouts])
                 await self.c.finish_group(group)
             if work.stop:
                 return
+
+    def group(self, task: Assignment) -> Group:
+        """What comes of this order."""
+        return group_of(task, self.version, self.c.incarnation, **self.outcome(task))
 
     async def trainer(self) -> None:
         step = self.c.start_step
