@@ -68,7 +68,7 @@ def test_the_trainer_computes_the_logprobs_that_the_engine_recorded(kind: str, m
     seen = 0
     for micro_batch in pack(sequences, max_tokens):
         with torch.no_grad():
-            logprob = trainer.logprobs(micro_batch).logprob
+            logprob = trainer.forward(micro_batch).logprob
         assert (logprob - micro_batch.sampler_logprob).abs().max() < TOLERANCE
         assert logprob.std() > 0.3, "logprobs that are all alike would hide an error"
         seen += len(logprob)

@@ -19,11 +19,10 @@ from trainer_models import (
     tiny_model,
 )
 
-from slipstream.trainer import losses
 from slipstream.trainer.advantages import group_mean_std
 from slipstream.trainer.diagnostics import Diagnostics
 from slipstream.trainer.packing import pack
-from slipstream.trainer.trainer import Trainer
+from slipstream.trainer.trainer import Trainer, _Work
 from slipstream.types import Span
 
 
@@ -31,12 +30,11 @@ def packed_gradient(model, batch, max_tokens=10_000, checkpointing=False, chunk=
     """(gradient, loss, number of micro-batches) through the trainer's own path."""
     settings = {"max_tokens_per_micro_batch": max_tokens, "gradient_checkpointing": checkpointing, "logprob_chunk_tokens": chunk}
     trainer = Trainer(config(trainer=settings), model)
-    micro_batches = pack(trainer._read(batch), max_tokens)
-    diagnostics = Diagnostics(losses.PRESETS["grpo"])
+    (sequences,) = trainer._read(batch)
+    micro_batches = pack(sequences, max_tokens)
     model.zero_grad()
-    for micro_batch in micro_batches:
-        trainer._accumulate(micro_batch, float(batch.num_loss_tokens), diagnostics)
-    return gradient(model), diagnostics.loss, len(micro_batches)
+    loss = sum(trainer._accumulate(_Work(m), Diagnostics({})).item() for m in micro_batches)
+    return gradient(model), loss, len(micro_batches)
 
 
 def naive_gradient(model, batch, temperature=1.0):
@@ -114,6 +112,6 @@ def test_tree_of_forks_equals_naive(kind, max_tokens):
     found, _, _ = packed_gradient(model, batch, max_tokens=max_tokens)
     assert relative_distance(found, expected) < 1e-5
     if max_tokens > 100:
-        layout = pack(Trainer(config(), model)._read(batch), max_tokens)[0].layout
+        layout = pack(Trainer(config(), model)._read(batch)[0], max_tokens)[0].layout
         assert max(len(layout.ancestors(i)) for i in range(len(layout.segments))) >= 3
         assert layout.num_tokens < sum(len(r.token_ids) for r in batch.groups[0].rollouts) * 0.6

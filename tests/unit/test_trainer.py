@@ -191,7 +191,8 @@ def test_a_non_finite_gradient_skips_the_update_whole(dtype):
 def test_a_non_finite_loss_skips_the_update(monkeypatch):
     trainer = trainer_of()
     before = checksum(trainer.model)
-    monkeypatch.setattr("slipstream.trainer.losses.aggregate", lambda per_token, n: (per_token * float("nan")).sum())
+    policy = trainer.objective._policy
+    monkeypatch.setattr(trainer.objective, "_policy", lambda t: (policy(t).per_token * float("nan"), policy(t).cut))
     assert trainer.train_step(make_batch(0)).skipped.startswith("non-finite loss")
     assert checksum(trainer.model) == before
 

@@ -1,52 +1,134 @@
-"""What a step says about itself: token statistics, summed over micro-batches.
+"""What a step says about itself: statistics of its tokens, over all of them and per version lag ("lag/<n>/<name>").
 
-Each metric is kept as (sum, count) so that no mean of means can occur; N = trained tokens of a micro-batch.
+π is the trainer's model before the first update of the step, μ the weights that sampled. Sums are kept per lag, with their counts, so no
+mean of means can occur. Quantiles are of all tokens of the step at once, sorted once. N = trained tokens of a micro-batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
+import numpy as np
 import torch
 
-from slipstream.trainer import losses
+from slipstream.trainer.losses import log_ratio
+from slipstream.trainer.packing import MicroBatch
+from slipstream.trainer.token_table import PrefixKV
+
+MAX_LAG = 8  # the last bucket is "8+"
+QUANTILES = {"ratio_p01": 0.01, "ratio_p50": 0.5, "ratio_p99": 0.99, "ratio_max": 1.0}
 
 
 class Diagnostics:
-    """Accumulates over the micro-batches of one step."""
+    """Accumulates over the forward passes and updates of one step. `masked`: staleness -> sampled tokens that are not trained."""
 
-    def __init__(self, preset: losses.Preset):
-        self._preset = preset
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
-        self._ratio_max = 0.0
-        self.loss = 0.0
+    def __init__(self, masked: Mapping[int, int]):
+        self._masked = _per_lag(np.array(list(masked.keys()), dtype=np.int64), np.array(list(masked.values()), dtype=np.float64))
+        self._before: dict[str, list[np.ndarray]] = {}  # columns, one array [N] per micro-batch
+        self._updates: dict[str, list[np.ndarray]] = {}  # the same, of every pass over the batch
+        self._applied: list[tuple[float, float]] = []  # (loss, gradient norm) of each update that was made
 
     @torch.no_grad()
-    def add(
-        self,
-        loss: torch.Tensor,  # this micro-batch's share of the loss
-        logprob: torch.Tensor,  # [N], and so all below
-        sampler_logprob: torch.Tensor,
-        entropy: torch.Tensor,
-        advantage: torch.Tensor,
-        staleness: torch.Tensor,
-    ) -> None:
-        self.loss += float(loss)
-        log_ratio = losses.log_ratio(logprob, sampler_logprob)
-        ratio = log_ratio.exp()
-        clipped = losses.is_clipped(ratio, advantage, self._preset.clip_low, self._preset.clip_high)
-        self._mean("entropy", entropy)
-        self._mean("ratio_mean", ratio)
-        self._mean("clipped_fraction", clipped.float())
-        self._mean("kl_k1", -log_ratio)  # KL(μ‖π) estimated from tokens of μ: log(μ/π)
-        self._mean("kl_k3", ratio - 1 - log_ratio)  # the same, never negative (Schulman 2020, "Approximating KL divergence")
-        self._mean("logprob_gap", (logprob - sampler_logprob).abs()[staleness == 0])
-        self._ratio_max = max(self._ratio_max, float(ratio.max()))
+    def before(self, m: MicroBatch, start_logprob: torch.Tensor, entropy: torch.Tensor, distances: Mapping[str, torch.Tensor]) -> None:
+        """A micro-batch under the weights before the first update; `distances` [N] from other models are reported as they are named."""
+        columns = {
+            "lag": m.staleness.clamp(max=MAX_LAG),
+            "log_ratio": log_ratio(start_logprob, m.sampler_logprob),
+            "gap": (start_logprob - m.sampler_logprob).abs(),
+            "prefix_kv": m.prefix_kv,
+            "entropy": entropy,
+            **distances,
+        }
+        _append(self._before, columns)
 
-    def _mean(self, name: str, values: torch.Tensor) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + float(values.sum())
-        self._counts[name] = self._counts.get(name, 0) + len(values)
+    @torch.no_grad()
+    def pass_over(self, m: MicroBatch, cut: torch.Tensor, rejected: torch.Tensor) -> None:
+        """One of the step's passes: tokens [N] whose gradient the policy loss cut off, tokens that have no weight in it."""
+        _append(self._updates, {"lag": m.staleness.clamp(max=MAX_LAG), "clipped": cut, "rejected": rejected})
+
+    def update(self, loss: float, norm: float, applied: bool) -> None:
+        """One optimizer update, made or skipped."""
+        if applied:
+            self._applied.append((loss, norm))
 
     def metrics(self) -> dict[str, float]:
-        """Means over all tokens of the step; a mean over no tokens is left out (`logprob_gap` where nothing was fresh)."""
-        means = {name: self._sums[name] / count for name, count in self._counts.items() if count}
-        return {"loss": self.loss, "ratio_max": self._ratio_max, **means}
+        """A mean over no tokens is left out: `logprob_gap` where nothing was fresh, say. Loss and norm are means over the updates made."""
+        out: dict[str, float] = {}
+        if self._applied:
+            out["loss"], out["grad_norm"] = (float(np.mean(values)) for values in zip(*self._applied, strict=True))
+        out["updates"] = float(len(self._applied))
+        if not self._before:
+            return out
+        before = {name: np.concatenate(parts) for name, parts in self._before.items()}
+        for name in before.keys() - {"lag", "log_ratio", "gap", "prefix_kv"}:
+            out[name] = float(before[name].mean(dtype=np.float64))
+        fresh, kept = (before["gap"][before["prefix_kv"] == kind] for kind in (PrefixKV.FRESH, PrefixKV.KEPT))
+        if len(fresh):
+            out["logprob_gap"], out["logprob_gap_max"] = float(fresh.mean(dtype=np.float64)), float(fresh.max())
+        if len(kept):
+            out["kept_kv_gap"] = float(kept.mean(dtype=np.float64))
+        sums = self._sums(before)
+        out |= _statistics({name: values.sum() for name, values in sums.items()}) | _quantiles(before["log_ratio"])
+        for lag, name, chosen in _lags(sums["tokens"] + self._masked, before["lag"], before["log_ratio"]):
+            line = {"tokens": float(sums["tokens"][lag])} | _statistics({k: v[lag] for k, v in sums.items()}) | _quantiles(chosen)
+            line.pop("ratio_mean", None)
+            out |= {f"lag/{name}/{key}": value for key, value in line.items()}
+        return out
+
+    def _sums(self, before: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """float64[MAX_LAG + 1] each."""
+        log_r, lag = before["log_ratio"].astype(np.float64), before["lag"]
+        ratio = np.exp(log_r)
+        updates = {name: np.concatenate(parts) for name, parts in self._updates.items()}
+        return {
+            "tokens": _per_lag(lag),
+            "ratio": _per_lag(lag, ratio),
+            "square": _per_lag(lag, ratio * ratio),
+            "k1": _per_lag(lag, -log_r),
+            "k3": _per_lag(lag, ratio - 1 - log_r),
+            "visits": _per_lag(updates["lag"]),
+            "clipped": _per_lag(updates["lag"], updates["clipped"]),
+            "rejected": _per_lag(updates["lag"], updates["rejected"]),
+            "masked": self._masked,
+        }
+
+
+def _statistics(sums: Mapping[str, float]) -> dict[str, float]:
+    """The means that these sums make; those over no token are left out."""
+    tokens, visits, masked = sums["tokens"], sums["visits"], sums["masked"]
+    if not tokens:
+        return {"masked_fraction": 1.0}
+    rejected = tokens * sums["rejected"] / visits if visits else 0.0
+    return {
+        "ratio_mean": sums["ratio"] / tokens,
+        "kl_k1": sums["k1"] / tokens,  # KL(μ‖π) estimated from tokens of μ: log(μ/π)
+        "kl_k3": sums["k3"] / tokens,  # the same, never negative (Schulman 2020, "Approximating KL divergence")
+        "ess_fraction": sums["ratio"] ** 2 / (tokens * sums["square"]),  # effective sample size (Kish 1965) of weights π/μ, per token
+        "clipped_fraction": sums["clipped"] / visits if visits else 0.0,
+        "masked_fraction": (rejected + masked) / (tokens + masked),
+    }
+
+
+def _quantiles(log_r: np.ndarray) -> dict[str, float]:
+    if not len(log_r):
+        return {}
+    ascending = np.sort(log_r)
+    return {name: float(np.exp(ascending[round(q * (len(ascending) - 1))])) for name, q in QUANTILES.items()}
+
+
+def _lags(count: np.ndarray, lag: np.ndarray, log_r: np.ndarray) -> Iterator[tuple[int, str, np.ndarray]]:
+    """(lag, its name, log ratios of its tokens) for each lag that occurs, masked tokens included."""
+    order = np.argsort(lag, kind="stable")
+    ends = np.searchsorted(lag[order], np.arange(MAX_LAG + 2))
+    for each in np.flatnonzero(count).tolist():
+        yield each, f"{each}+" if each == MAX_LAG else str(each), log_r[order[ends[each] : ends[each + 1]]]
+
+
+def _per_lag(lag: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
+    """float64[MAX_LAG + 1]: the sums of `values`, or how many there are."""
+    return np.bincount(np.minimum(lag, MAX_LAG), weights=values, minlength=MAX_LAG + 1).astype(np.float64)
+
+
+def _append(columns: dict[str, list[np.ndarray]], new: Mapping[str, torch.Tensor]) -> None:
+    for name, values in new.items():
+        columns.setdefault(name, []).append(values.float().cpu().numpy() if values.is_floating_point() else values.cpu().numpy())

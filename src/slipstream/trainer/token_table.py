@@ -40,7 +40,7 @@ class Sequence:
     staleness: np.ndarray  # int32
     temperature: np.ndarray  # float32
     advantage: float
-    weight: np.ndarray  # float32: the token's share of the loss. At first what its age leaves of it, then times the aggregation's
+    weight: np.ndarray  # float32: the token's share of the loss: the aggregation's, times what its age leaves of it
     prefix_kv: np.ndarray  # int8, PrefixKV
     arrays: dict[str, np.ndarray] = field(default_factory=dict)  # float32 each: logprobs under other models
 
@@ -50,11 +50,20 @@ class Sequence:
         return int(self.targets[-1])
 
 
-def token_table(batch: Batch, advantages: np.ndarray, *, default_temperature: float = 1.0, arrays: Seq[str] = ()) -> list[Sequence]:
-    """The batch's rollouts that have trained tokens, those of their loss mask. `advantages` float[n] has one per rollout, in order.
+def token_table(
+    batch: Batch,
+    advantages: np.ndarray,
+    weights: np.ndarray | None = None,
+    *,
+    default_temperature: float = 1.0,
+    arrays: Seq[str] = (),
+) -> list[Sequence]:
+    """The batch's rollouts that have trained tokens, those of their loss mask.
 
-    Tokens that are too old have left the loss mask already (`controller.buffer.make_batch`). `arrays` names the logprobs under other
-    models that the loss needs. Raises StalenessError for a token from the future, DataError for one that cannot be trained.
+    `advantages` and `weights` (of each trained token, by the aggregation; 1 by default) have one number per rollout, in order. Tokens that
+    are too old have left the loss mask already (`controller.buffer.make_batch`); those that count less have a loss weight. `arrays` names
+    the logprobs under other models that the loss needs. Raises StalenessError for a token from the future, DataError for one that cannot
+    be trained.
     """
     out, index = [], 0
     for place, group in enumerate(batch.groups):
@@ -77,7 +86,7 @@ def token_table(batch: Batch, advantages: np.ndarray, *, default_temperature: fl
                         staleness=staleness,
                         temperature=_temperatures(rollout, default_temperature)[targets],
                         advantage=float(advantages[index]),
-                        weight=_loss_weight(where, rollout, targets),
+                        weight=_loss_weight(where, rollout, targets) * np.float32(1 if weights is None else weights[index]),
                         prefix_kv=_prefix_kv(rollout, versions, batch.step)[targets],
                         arrays={name: other_logprobs(rollout, name, targets) for name in arrays},
                     )

@@ -11,19 +11,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import nn
 
+from slipstream.config.frozen_models import trainer_teacher
 from slipstream.config.settings import Config
 from slipstream.errors import DataError, RunFailed
 from slipstream.models.head import base_model
 from slipstream.tensors import dtype_name
-from slipstream.trainer import advantages, losses
+from slipstream.trainer import advantages
+from slipstream.trainer.aggregation import token_weights
 from slipstream.trainer.diagnostics import Diagnostics
-from slipstream.trainer.logprobs import TokenOutputs, token_logprobs
+from slipstream.trainer.logprobs import Teacher, TokenOutputs, token_logprobs
+from slipstream.trainer.objective import Objective
 from slipstream.trainer.optimizer import Optimizer, learning_rate
 from slipstream.trainer.packing import MicroBatch, pack
-from slipstream.trainer.token_table import Sequence, token_table
+from slipstream.trainer.rewards import shaped_rewards
+from slipstream.trainer.token_table import Sequence, masked_tokens, token_table
 from slipstream.types import Batch
 
 
@@ -39,16 +44,20 @@ class Trainer:
     """Owns the model that learns and its optimizer. `step` counts finished batches, skipped updates included: it is the version.
 
     The model's attention must be slipstream's (`models.attention.attach`). All dropout is switched off: with it, the ratio to the
-    sampler would not be 1 for fresh weights, and siblings would share one prompt's mask.
+    sampler would not be 1 for fresh weights, and siblings would share one prompt's mask. So must the teacher's be: a frozen model that
+    full-vocabulary distillation compares with (`loss.teacher_kl = "full"`).
     """
 
-    def __init__(self, config: Config, model: nn.Module):
+    def __init__(self, config: Config, model: nn.Module, teacher: nn.Module | None = None):
+        if (teacher is None) != (trainer_teacher(config) is None):
+            raise ValueError('the trainer holds a teacher with loss.teacher_kl = "full", and only then')
         self.config = config
         self.model = model
+        self.objective = Objective(config)
+        self.teacher = None if teacher is None else teacher.to(device=next(model.parameters()).device).requires_grad_(False).eval()
         self.step = 0
         self.skipped_in_a_row = 0
         self.device = next(model.parameters()).device
-        self._preset = losses.resolve(config.loss)
         _no_dropout(model)
         model.requires_grad_(True)
         model.eval()
@@ -78,64 +87,121 @@ class Trainer:
         return result
 
     def _train(self, batch: Batch) -> TrainStep:
-        sequences = self._read(batch)
-        num_tokens = sum(len(s.targets) for s in sequences)
-        if num_tokens != batch.num_loss_tokens:
-            raise DataError(f"batch {batch.step} says {batch.num_loss_tokens} loss tokens, its groups have {num_tokens}")
-        micro_batches = pack(sequences, self.config.trainer.max_tokens_per_micro_batch)
+        minibatches = [pack(part, self.config.trainer.max_tokens_per_micro_batch) for part in self._read(batch)]
+        micro_batches = [m for part in minibatches for m in part]
         metrics = {
-            "num_loss_tokens": float(num_tokens),
+            "num_loss_tokens": float(batch.num_loss_tokens),
             "packed_tokens": float(sum(m.layout.num_tokens for m in micro_batches)),
             "micro_batches": float(len(micro_batches)),
             "learning_rate": learning_rate(self.config.trainer, batch.step),
         }
-        if num_tokens == 0:
+        if not micro_batches:
             return TrainStep("no token to train", metrics)
-        diagnostics = Diagnostics(self._preset)
-        normalizer = self._normalizer(batch, num_tokens)
-        self.optimizer.zero_grad()
-        for micro_batch in micro_batches:
-            self._accumulate(micro_batch.to(self.device), normalizer, diagnostics)
-        norm = self.optimizer.gradient_norm()
-        metrics |= {**diagnostics.metrics(), "grad_norm": norm}
-        skipped = None
-        if not math.isfinite(diagnostics.loss):
-            skipped = f"non-finite loss ({diagnostics.loss})"
-        elif not math.isfinite(norm):
-            skipped = f"non-finite gradient (norm {norm})"
-        else:
-            self.optimizer.update(batch.step, norm)
-        self.optimizer.zero_grad()
+        diagnostics = Diagnostics(masked_tokens(batch))
+        parts = [[_Work(m) for m in part] for part in minibatches if part]
+        if self._needs_first_pass(len(parts)):
+            self._first_pass([work for part in parts for work in part], diagnostics)
+        causes: list[str | None] = []
+        for _ in range(self.config.trainer.updates_per_batch):
+            causes += [self._update(part, batch.step, diagnostics) for part in parts]
+        # An update that is not finite is left out, and the others are made; the step is skipped where none was.
+        skipped = causes[0] if all(causes) else None
+        metrics |= diagnostics.metrics()
         return TrainStep(skipped, {name: value for name, value in metrics.items() if math.isfinite(value)})
 
-    def _read(self, batch: Batch) -> list[Sequence]:
-        rollouts = [(group, rollout) for group in batch.groups for rollout in group.rollouts]
-        estimate = advantages.ESTIMATORS[self._preset.advantage]
-        return token_table(
-            batch,
-            estimate([r.reward for _, r in rollouts], [(g.group_id, r.agent) for g, r in rollouts]),
-            default_temperature=self.config.rollout.temperature,
-        )
+    def _read(self, batch: Batch) -> list[list[Sequence]]:
+        """The sequences of each minibatch, with advantages over the whole batch and weights over the minibatch.
 
-    def _normalizer(self, batch: Batch, num_tokens: int) -> float:
-        num_rollouts = sum(len(group.rollouts) for group in batch.groups)
+        Each minibatch is normalised by its own tokens, as if it were a batch: its gradient has a batch's scale, so the learning rate means
+        the same however many updates a batch is made of.
+        """
+        rollouts = [(place, rollout) for place, group in enumerate(batch.groups) for rollout in group.rollouts]
+        lengths = np.array([int(r.loss_mask.sum()) for _, r in rollouts])
+        if lengths.sum() != batch.num_loss_tokens:
+            raise DataError(f"batch {batch.step} says {batch.num_loss_tokens} loss tokens, its groups have {lengths.sum()}")
+        estimate = advantages.ESTIMATORS[self.objective.loss.advantage]
         longest = self.config.rollout.max_new_tokens * self.config.rollout.max_turns
-        return losses.normalizer(self._preset.aggregation, num_tokens, num_rollouts, longest)
+        parts = np.array_split(np.arange(len(batch.groups)), self.config.trainer.minibatches)
+        weights = np.zeros(len(rollouts))
+        for part in parts:
+            members = np.array([place in part for place, _ in rollouts])
+            weights[members] = token_weights(self.objective.loss.aggregation, lengths[members], longest)
+        sequences = token_table(
+            batch,
+            estimate(shaped_rewards(batch, self.config), [(place, r.agent) for place, r in rollouts], lengths),
+            weights,
+            default_temperature=self.config.rollout.temperature,
+            arrays=self.objective.arrays,
+        )
+        return [[s for s in sequences if s.group in part] for part in parts]
 
-    def _accumulate(self, micro_batch: MicroBatch, normalizer: float, diagnostics: Diagnostics) -> None:
-        """Forward and backward of one micro-batch; its gradient is added to the optimizer's."""
-        m = micro_batch
-        logprob, entropy, _ = self.logprobs(m)
-        per_token = losses.ppo_clip(logprob, m.sampler_logprob, m.advantage, self._preset.clip_low, self._preset.clip_high)
-        loss = losses.aggregate(per_token, normalizer)
-        loss.backward()
-        diagnostics.add(loss, logprob, m.sampler_logprob, entropy, m.advantage, m.staleness)
+    def _needs_first_pass(self, num_parts: int) -> bool:
+        """Whether logprobs must be known before the first update: with a single one, they are those of its own forward pass."""
+        loss, several = self.objective.loss, self.config.trainer.updates_per_batch * num_parts > 1
+        return loss.needs_whole_batch or (several and loss.uses_start)
 
-    def logprobs(self, m: MicroBatch) -> TokenOutputs:
+    @torch.no_grad()
+    def _first_pass(self, works: list[_Work], diagnostics: Diagnostics) -> None:
+        for work in works:
+            m = work.micro_batch.to(self.device)
+            outputs = self.forward(m)
+            work.start_logprob = outputs.logprob
+            self._tell_before(m, outputs, diagnostics)
+            work.told = True
+        if self.objective.loss.needs_whole_batch:
+            sampler_logprob = torch.cat([work.micro_batch.sampler_logprob for work in works]).to(self.device)
+            start_logprob = torch.cat([work.start_logprob for work in works if work.start_logprob is not None])
+            weight = self.objective.whole_batch_weight(start_logprob, sampler_logprob)
+            for work, part in zip(works, weight.split([len(w.micro_batch.weight) for w in works]), strict=True):
+                work.batch_weight = part
+
+    def _update(self, works: list[_Work], step: int, diagnostics: Diagnostics) -> str | None:
+        """One optimizer update from these micro-batches, or why it was left out: weights and optimizer are then as they were."""
+        self.optimizer.zero_grad()
+        loss = float(sum(self._accumulate(work, diagnostics) for work in works))
+        norm = self.optimizer.gradient_norm()
+        cause = None
+        if not math.isfinite(loss):
+            cause = f"non-finite loss ({loss})"
+        elif not math.isfinite(norm):
+            cause = f"non-finite gradient (norm {norm})"
+        else:
+            self.optimizer.update(step, norm)
+        diagnostics.update(loss, norm, applied=cause is None)
+        self.optimizer.zero_grad()
+        return cause
+
+    def _accumulate(self, work: _Work, diagnostics: Diagnostics) -> torch.Tensor:
+        """Forward and backward of one micro-batch: its gradient is added to the optimizer's, its share of the loss is returned."""
+        m = work.micro_batch.to(self.device)
+        outputs = self.forward(m)
+        value = self.objective(m, outputs, work.start_logprob, work.batch_weight)
+        value.loss.backward()
+        if not work.told:
+            self._tell_before(m, outputs, diagnostics)
+            work.told = True
+        diagnostics.pass_over(m, value.cut, value.rejected)
+        return value.loss.detach()
+
+    def _tell_before(self, m: MicroBatch, outputs: TokenOutputs, diagnostics: Diagnostics) -> None:
+        logprob, entropy, divergence = (None if x is None else x.detach() for x in outputs)
+        assert logprob is not None and entropy is not None
+        diagnostics.before(m, logprob, entropy, self.objective.distances(m, logprob, divergence))
+
+    def forward(self, m: MicroBatch) -> TokenOutputs:
         """Of the micro-batch's tokens [N], under the model as it is; the logprobs have a gradient."""
-        body = base_model(self.model)
-        output = body(input_ids=m.input_ids, position_ids=m.position_ids, layout=m.layout, use_cache=False)
-        return token_logprobs(self.model, output.last_hidden_state[0], m.rows, self.config.trainer.logprob_chunk_tokens)
+        teacher = None
+        if self.teacher is not None:
+            with torch.no_grad():
+                teacher = Teacher(self.teacher, _hidden(self.teacher, m))
+        return token_logprobs(
+            self.model,
+            _hidden(self.model, m),
+            m.rows,
+            self.config.trainer.logprob_chunk_tokens,
+            entropy_gradient=self.objective.entropy_gradient,
+            teacher=teacher,
+        )
 
     def numerics(self) -> dict[str, str]:
         """What, besides the recorded facts, decides the bits of an update."""
@@ -147,6 +213,22 @@ class Trainer:
             "dtype": dtype_name(next(self.model.parameters()).dtype),
             "attention": str(getattr(self.model.config, "_attn_implementation", "")),
         }
+
+
+@dataclass(slots=True)
+class _Work:
+    """A micro-batch, and what is known of it before the first update of the step."""
+
+    micro_batch: MicroBatch
+    start_logprob: torch.Tensor | None = None  # float32[N]; None: those of its own first forward pass
+    batch_weight: torch.Tensor | None = None  # float32[N], of corrections that judge the whole batch; None: there are none
+    told: bool = False  # the diagnostics have its first forward pass
+
+
+def _hidden(model: nn.Module, m: MicroBatch) -> torch.Tensor:
+    """The body's last hidden states [T, d] of the packed tokens."""
+    body = base_model(model)
+    return body(input_ids=m.input_ids, position_ids=m.position_ids, layout=m.layout, use_cache=False).last_hidden_state[0]
 
 
 def _no_dropout(model: nn.Module) -> None:
