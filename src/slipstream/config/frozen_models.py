@@ -50,9 +50,10 @@ def trainer_teacher(config: Config) -> FrozenModel | None:
     return next((model for model in frozen_models(config) if model.array is None), None)
 
 
-def rewards_train(config: Config, *, reward_given: bool) -> bool:
-    """Whether rewards have a part in what is learned: a run with a teacher may have none, or measure them at weight 0."""
-    return reward_given or any(reward.weight != 0 for reward in config.reward)
+def only_teacher(config: Config, *, reward_given: bool) -> bool:
+    """Pure distillation: a teacher, and no reward with a weight. Every rollout's reward is then 0 by definition of the task, and rewards of
+    weight 0 are measured, not learned from."""
+    return config.loss.teacher is not None and not reward_given and all(reward.weight == 0 for reward in config.reward)
 
 
 def _settings(config: Config, name: str) -> ModelSettings:

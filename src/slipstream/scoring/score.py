@@ -10,7 +10,7 @@ import msgspec
 from slipstream.errors import DeadlineExceeded, ScoringDeadline, ScoringError
 from slipstream.protocols import Scorer
 from slipstream.rollout.external import ExternalCalls, FreeCalls
-from slipstream.types import Group, Rollout, RolloutStatus, Score
+from slipstream.types import Group, Purpose, Rollout, RolloutStatus, Score
 
 SCORING_FAILED = "scoring failed"
 NO_REWARD_APPLIES = "no reward applies"
@@ -26,11 +26,14 @@ async def score_group(
 ) -> Group:
     """The group with scores and rewards on every rollout.
 
-    A reward is the weighted sum of the applicable scores. A rollout to which none applies becomes failed ("no reward applies"); a scorer
-    that fails makes all rollouts of the group failed ("scoring failed: ..."). Only finished rollouts are scored, and none where fewer than
-    `needed` (all by default) have finished: such a group counts as failed already. With `deadlines_are_fatal` (deterministic runs) a
-    scorer's deadline raises DeadlineExceeded.
+    A reward is the weighted sum of the applicable scores (see `combined`). A rollout to which none applies becomes failed ("no reward
+    applies"); a scorer that fails makes all rollouts of the group failed ("scoring failed: ..."). Only finished rollouts are scored, and
+    none where fewer than `needed` (all by default) have finished: such a group counts as failed already. Without any scorer, which only a
+    run with a teacher has, a reward is 0 in training, by definition of the task, and None in an evaluation. With `deadlines_are_fatal`
+    (deterministic runs) a scorer's deadline raises DeadlineExceeded.
     """
+    if not scorers:
+        return _without_rewards(group)
     finished = tuple(rollout for rollout in group.rollouts if rollout.status.ok)
     if len(finished) < (len(group.rollouts) if needed is None else needed):
         return group
@@ -68,10 +71,23 @@ async def close_scorers(scorers: Sequence[Scorer]) -> None:
             raise result
 
 
-def combined(scores: Sequence[Score]) -> float | None:
-    """The weighted sum of the applicable scores; None if none applies."""
-    applicable = [score.weight * score.value for score in scores if score.value is not None]
+def combined(scores: Sequence[Score], purpose: Purpose = Purpose.TRAIN) -> float | None:
+    """The weighted sum of the applicable scores; None if none applies. Where every weight is 0 (they are measured, a teacher is what is
+    learned from) an evaluation takes their plain sum.
+
+    >>> measured = [Score(name="exact", value=1.0, weight=0.0)]
+    >>> combined(measured), combined(measured, Purpose.EVAL)
+    (0.0, 1.0)
+    """
+    plain = purpose is Purpose.EVAL and all(score.weight == 0 for score in scores)
+    applicable = [score.value if plain else score.weight * score.value for score in scores if score.value is not None]
     return sum(applicable) if applicable else None
+
+
+def _without_rewards(group: Group) -> Group:
+    reward = 0.0 if group.purpose is Purpose.TRAIN else None
+    rollouts = tuple(msgspec.structs.replace(r, reward=reward) if r.status.ok else r for r in group.rollouts)
+    return msgspec.structs.replace(group, rollouts=rollouts)
 
 
 async def _all_scores(group: Group, scorers: Sequence[Scorer], external: ExternalCalls) -> list[list[Score]]:
@@ -92,10 +108,9 @@ async def _all_scores(group: Group, scorers: Sequence[Scorer], external: Externa
 
 
 def _rewarded(rollout: Rollout, scores: tuple[Score, ...]) -> Rollout:
-    reward = combined(scores)
+    reward = combined(scores, rollout.purpose)
     if reward is None:
-        names = ", ".join(score.name for score in scores)
-        error = f"{NO_REWARD_APPLIES}: every scorer said None ({names or 'there is no scorer'})"
+        error = f"{NO_REWARD_APPLIES}: every scorer said None ({', '.join(score.name for score in scores)})"
         return msgspec.structs.replace(rollout, scores=scores, status=RolloutStatus.FAILED, error=error)
     return msgspec.structs.replace(rollout, scores=scores, reward=reward)
 
