@@ -45,7 +45,7 @@ def make(**tables: Any) -> Config:
         ({"rollout": {"selection": "roc"}}, ('"roc"', "8 rollouts sampled and 8 kept", "oversample = 16")),
         ({"rollout": {"selection": "roc", "oversample": 8}}, ('"roc"', "8 rollouts sampled and 8 kept")),
         (
-            {"rollout": {"selection": "roc", "oversample": 4, "group_size": 1}, "loss": {"preset": "topr"}},
+            {"rollout": {"selection": "roc", "oversample": 4, "group_size": 1}, "loss": {"preset": "reinforce_pp"}},
             ('"roc"', "group_size = 1", "group_size >= 2"),
         ),
         ({"threshold": [{"metric": "kl_k3"}]}, ('"kl_k3"', "neither above nor below")),

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config.arithmetic import max_context_tokens, max_groups_in_flight
+from slipstream.config.frozen_models import only_teacher
+from slipstream.config.loss_problems import loss_problems
+from slipstream.config.loss_tables import is_own
 from slipstream.config.paths import is_inline_template, resolve_path
 from slipstream.config.settings import Config
 
-BASELINE_PRESETS = ("grpo", "dr_grpo", "dapo")  # advantage = reward minus the group's mean
 BUILTIN_REWARDS = ("exact", "number", "regex")
 
 
@@ -31,7 +33,7 @@ class Conflict:
 def check(config: Config, *, reward_given: bool, base_folder: Path) -> list[Conflict]:
     """Every conflict in these settings; `reward_given`: a callable comes as the reward."""
     return [
-        *_baseline(config),
+        *(Conflict(keys, text) for keys, text in loss_problems(config, reward_given=reward_given)),
         *_truncated_sampling(config),
         *_window(config),
         *_deterministic(config),
@@ -41,16 +43,31 @@ def check(config: Config, *, reward_given: bool, base_folder: Path) -> list[Conf
         *_thresholds(config),
         *_lengths(config),
         *_rewards(config, reward_given),
+        *_only_teacher(config, reward_given),
         *_files(config, base_folder),
     ]
 
 
-def _baseline(config: Config) -> Iterator[Conflict]:
-    if config.rollout.group_size == 1 and config.loss.preset in BASELINE_PRESETS:
+def _only_teacher(config: Config, reward_given: bool) -> Iterator[Conflict]:
+    """A run that learns from a teacher alone has no rewards to compare."""
+    if not only_teacher(config, reward_given=reward_given):
+        return
+    why = "with loss.teacher and no reward that is learned from, every rollout has reward 0"
+    if config.buffer.filter_zero_variance:
         yield Conflict(
-            ("rollout.group_size", "loss.preset"),
-            f'group_size = 1 with preset "{config.loss.preset}": the advantage is the distance to the mean reward of the group, '
-            "which is 0 for a single rollout, so nothing would be learned; use group_size >= 2",
+            ("buffer.filter_zero_variance", "loss.teacher"),
+            f"filter_zero_variance = true: {why}, so every group would be filtered; leave it out, or add a [[reward]] with a weight",
+        )
+    if config.rollout.selection == "roc":
+        yield Conflict(
+            ("rollout.selection", "loss.teacher"),
+            f'selection = "roc": {why}, so there are no positives to keep; use selection = "uniform", or add a [[reward]] with a weight',
+        )
+    if config.data.eval is not None and not config.reward:
+        yield Conflict(
+            ("data.eval", "loss.teacher"),
+            "data.eval with loss.teacher and no reward: nothing says how good an answer is; leave data.eval out, or add a [[reward]] "
+            "(with weight = 0 it is measured and not learned from)",
         )
 
 
@@ -204,10 +221,12 @@ def _lengths(config: Config) -> Iterator[Conflict]:
 
 
 def _rewards(config: Config, reward_given: bool) -> Iterator[Conflict]:
+    if not config.reward and not reward_given and config.loss.teacher is not None:
+        return
     if not config.reward and not reward_given:
         yield Conflict(
             ("reward",),
-            "no reward: nothing says what a good answer is; add [[reward]] with function = "
+            "no reward: nothing says what a good answer is; set loss.teacher, or add [[reward]] with function = "
             + " | ".join(f'"{name}"' for name in BUILTIN_REWARDS)
             + ', "package.module:function", or "rewards.py:function" beside the run file; a Python function goes to '
             "slipstream.train(..., reward=function), also to resume a run that was trained with one",
@@ -228,7 +247,8 @@ def _rewards(config: Config, reward_given: bool) -> Iterator[Conflict]:
     for name, count in Counter(reward.name for reward in config.reward if reward.name).items():
         if count > 1:
             yield Conflict(("reward",), f'{count} rewards are named "{name}"; metrics are kept by name, so give each its own')
-    if config.reward and not reward_given and all(reward.weight == 0 for reward in config.reward):
+    unweighted = config.reward and not reward_given and all(reward.weight == 0 for reward in config.reward)
+    if unweighted and not only_teacher(config, reward_given=reward_given):
         yield Conflict(("reward.0.weight",), "the weight of every reward is 0, so each rollout would get reward 0 and nothing be learned")
 
 
@@ -246,6 +266,7 @@ def _files(config: Config, base_folder: Path) -> Iterator[Conflict]:
     """Files of Python code and chat templates that settings name must be there; data and models are judged by their loaders."""
     functions = [(f"reward.{i}.function", r.function) for i, r in enumerate(config.reward)]
     functions += [(f"rollout.tools.{i}", tool) for i, tool in enumerate(config.rollout.tools)]
+    functions += [("loss.policy", config.loss.policy)] if config.loss.policy and is_own(config.loss.policy) else []
     for key, value in functions:
         file, colon, function = value.rpartition(":")
         if key.startswith("rollout") and not (file and function):
@@ -271,6 +292,8 @@ def advice(config: Config) -> list[str]:
         steps = config.trainer.steps
         out.append(f"trainer.warmup_steps = {config.trainer.warmup_steps} is not over within {steps} steps: the peak rate is never reached")
     samples = config.rollout.num_samples
+    if config.loss.kl_coefficient and config.loss.kl_in == "loss" and config.loss.kl_estimator == "k1":
+        out.append('loss.kl_estimator = "k1" in the loss has a gradient that is 0 on average; k2 and k3 pull towards the reference')
     if config.engine.slots < samples:
         out.append(
             f"engine.slots = {config.engine.slots} is less than one group of {samples}: its rollouts take turns, and the prompt is "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from typing import Any
 
 from pydantic import ValidationError
@@ -65,7 +67,13 @@ def _line(path: KeyPath, item: ErrorDetails, layers: Layers) -> str:
         allowed += ", and finite"
     if kind == "string_pattern_mismatch" and place and place.field:
         allowed += f" ({place.field.description})"
-    return f"{source}: {name} = {given}: allowed is {allowed}"
+    return f"{source}: {name} = {given}: allowed is {allowed}{_did_you_mean(layers.get(path), allowed)}"
+
+
+def _did_you_mean(given: Any, allowed: str) -> str:
+    """The nearest of the texts that a key allows."""
+    near = difflib.get_close_matches(given, re.findall(r'"(\w+)"', allowed), n=1) if isinstance(given, str) else []
+    return f'; did you mean "{near[0]}"?' if near else ""
 
 
 def _allowed(path: KeyPath) -> str:

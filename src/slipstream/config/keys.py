@@ -128,7 +128,7 @@ def _describe_type(annotation: Any) -> str:
     if origin is Literal:
         return " | ".join(f'"{a}"' if isinstance(a, str) else str(a) for a in args)
     if origin in (Union, types.UnionType):
-        some = [_describe_type(a) for a in args if a is not types.NoneType]
+        some = [_describe_keys(a) if table_of(a) else _describe_type(a) for a in args if a is not types.NoneType]
         return " or ".join(some)
     if origin is Annotated:
         return " ".join(filter(None, (_describe_type(args[0]), _limits(*args[1:]))))
@@ -143,6 +143,11 @@ def _describe_type(annotation: Any) -> str:
     if table_of(annotation):
         return "a table"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(annotation, str(annotation))
+
+
+def _describe_keys(table: type[Settings]) -> str:
+    """A table that may stand where something else may as well: its keys are listed nowhere else."""
+    return "a table {" + ", ".join(f"{name} = {describe(field)}" for name, field in table.model_fields.items()) + "}"
 
 
 def _plural(annotation: Any) -> str:

@@ -6,21 +6,73 @@ import difflib
 from collections.abc import Iterable, Iterator
 from math import inf
 
-from slipstream.config.loss_tables import ALIASES, CORRECTIONS, POLICY_LOSSES, PRESETS, alias, corrections_of, expand, is_own
-from slipstream.config.settings import CorrectionSettings, LossSettings
+from slipstream.config.frozen_models import only_teacher
+from slipstream.config.loss_tables import ADVANTAGES, ALIASES, CORRECTIONS, POLICY_LOSSES, PRESETS, alias, corrections_of, expand, is_own
+from slipstream.config.settings import Config, CorrectionSettings, LossSettings
 
-Problem = tuple[tuple[str, ...], str]  # (keys of [loss], the first to blame; what is wrong and what to do)
+Problem = tuple[tuple[str, ...], str]  # (keys, the first to blame; what is wrong and what to do)
+
+
+def loss_problems(config: Config, *, reward_given: bool) -> Iterator[Problem]:
+    """Everything about `[loss]` that does not go together, with other tables too; keys are whole, as `loss.policy`."""
+    for keys, text in find_problems(config.loss):
+        yield tuple(f"loss.{key}" for key in keys), text
+    if not only_teacher(config, reward_given=reward_given):
+        yield from _advantage_problems(config)
+    yield from _reference_problems(config.loss)
+    yield from _overlong_problems(config)
+
+
+def _advantage_problems(config: Config) -> Iterator[Problem]:
+    loss, size = config.loss, config.rollout.group_size
+    advantage = loss.advantage or PRESETS[loss.preset].advantage
+    given = f'group_size = {size} with advantage "{advantage}" (preset "{loss.preset}")'
+    if size == 1:
+        if ADVANTAGES[advantage].needs_siblings:
+            reason = "it is the distance to the rewards of the group, and a single rollout has no others to be compared with"
+            remedy = 'use group_size >= 2, or loss.advantage = "group_mean_then_batch_whiten", which compares within the batch'
+            yield ("rollout.group_size", "loss.advantage", "loss.preset"), f"{given}: {reason}; {remedy}"
+        elif config.trainer.groups_per_step == 1:
+            reason = "a batch of one rollout has nothing to be compared with, so its advantage is 0"
+            yield ("rollout.group_size", "trainer.groups_per_step"), f"{given} and groups_per_step = 1: {reason}; use more of either"
+    penalty = "overlong_tokens" if loss.overlong_tokens else "kl_in" if loss.kl_in == "reward" and loss.kl_coefficient else None
+    if advantage == "max_rl" and penalty:
+        reason = "it divides by the mean reward of the group, which a punishment can bring near 0 or below"
+        yield ("loss.advantage", f"loss.{penalty}"), f'advantage "max_rl" with {penalty}: {reason}; use another advantage'
+
+
+def _reference_problems(loss: LossSettings) -> Iterator[Problem]:
+    """Settings of a frozen model that is not there."""
+    if loss.kl_coefficient == 0:
+        for key, unset in (("reference", None), ("kl_in", "loss"), ("kl_estimator", "k3")):
+            if (value := getattr(loss, key)) != unset:
+                text = f'{key} = "{value}" with kl_coefficient = 0: no reference is loaded and no KL computed; set kl_coefficient > 0'
+                yield (f"loss.{key}", "loss.kl_coefficient"), text
+    if loss.teacher is None:
+        if loss.teacher_coefficient != 1.0:
+            text = f"teacher_coefficient = {loss.teacher_coefficient:g} without a teacher; name one in loss.teacher"
+            yield ("loss.teacher_coefficient", "loss.teacher"), text
+        if loss.teacher_kl != "sampled":
+            yield ("loss.teacher_kl", "loss.teacher"), f'teacher_kl = "{loss.teacher_kl}" without a teacher; name one in loss.teacher'
+
+
+def _overlong_problems(config: Config) -> Iterator[Problem]:
+    overlong, longest = config.loss.overlong_tokens, config.rollout.max_new_tokens
+    if overlong is not None and overlong >= longest:
+        reason = "every completion would be punished, the shortest too"
+        text = f"overlong_tokens = {overlong} with max_new_tokens = {longest}: {reason}; use overlong_tokens < {longest}"
+        yield ("loss.overlong_tokens", "rollout.max_new_tokens"), text
 
 
 def find_problems(settings: LossSettings) -> Iterator[Problem]:
-    """Everything that keeps these settings from being one loss."""
+    """Everything that keeps these settings from being one loss; keys are those of `[loss]`."""
     policy = settings.policy or PRESETS[settings.preset].policy
     known = is_own(policy) or policy in POLICY_LOSSES
     if known:
         yield from _option_problems(settings, policy)
     else:
-        names = f'{_list(POLICY_LOSSES)}, or your own as "module:function" or "file.py:function"'
-        yield ("policy",), f'"{policy}" is no policy loss{_nearest(policy, POLICY_LOSSES)}; it is one of {names}'
+        own = ', or your own as "module:function" or "file.py:function"'
+        yield ("policy",), _unknown(f'"{policy}" is no policy loss', policy, POLICY_LOSSES, own)
     wrong = [problem for correction in corrections_of(settings) for problem in _correction_problems(correction)]
     yield from wrong
     if known and not wrong:
@@ -36,11 +88,10 @@ def _option_problems(settings: LossSettings, policy: str) -> Iterator[Problem]:
     parameters = POLICY_LOSSES[policy].parameters
     for key in given:
         if key not in parameters:
-            yield (key, "policy"), f'policy loss "{policy}" has no {key}; it takes {_list(parameters)}'
+            yield (key, "policy"), f'policy loss "{policy}" has no {key}; it takes {", ".join(parameters)}'
     for name, value in settings.options.items():
         if name not in parameters:
-            near = _nearest(name, parameters)
-            yield ("options", "policy"), f'policy loss "{policy}" has no "{name}"{near}; it takes {_list(parameters)}'
+            yield ("options", "policy"), _unknown(f'policy loss "{policy}" has no parameter "{name}"', name, parameters)
         elif name in ("clip_low", "clip_high"):
             yield ("options",), f"write loss.{name} = {value:g} instead of putting it into options"
         elif value <= parameters[name].above and not (value == 0 and parameters[name].zero_allowed):
@@ -55,12 +106,12 @@ def _correction_problems(correction: str | CorrectionSettings) -> Iterator[Probl
         return
     table, name = CORRECTIONS[correction.type], correction.type
     if correction.level is not None and correction.level not in table.levels:
-        takes = f"takes {_list(table.levels)}" if table.levels else "takes no level"
+        takes = "takes " + ", ".join(table.levels) if table.levels else "takes no level"
         yield ("correction",), f'{name} with level = "{correction.level}": it {takes}'
     if correction.statistic is not None and not table.statistics:
         yield ("correction",), f'{name} with statistic = "{correction.statistic}": only reject takes one'
     if correction.statistic is None and table.statistics:
-        yield ("correction",), f"{name} needs a statistic: one of {_list(table.statistics)}"
+        yield ("correction",), f"{name} needs a statistic: one of {', '.join(table.statistics)}"
     needed = ("high",) if name == "reject" and correction.statistic != "k1" else table.bounds
     for bound in ("low", "high"):
         value = getattr(correction, bound)
@@ -82,7 +133,7 @@ def _no_such_correction(name: str) -> str:
         return (
             f'"{name}" has no usual bounds; write a table, e.g. {{type = "{alias(name)}", {", ".join(f"{b} = ..." for b in table.bounds)}}}'
         )
-    return f'"{name}" is no correction{_nearest(alias(name), ALIASES)}; it is one of {_list(ALIASES)}, or a table with type = ...'
+    return _unknown(f'"{name}" is no correction', alias(name), ALIASES, ", or a table with type = ...")
 
 
 def _counted_twice(settings: LossSettings, policy: str, corrections: list[CorrectionSettings]) -> Iterator[Problem]:
@@ -99,7 +150,7 @@ def _counted_twice(settings: LossSettings, policy: str, corrections: list[Correc
     if len(weighing) > 1:
         yield ("correction",), f"{' and '.join(weighing)} each weigh by ρ = π_start/μ, together by its square; use one of them"
     if weighing and table and table.weighs_by_sampler:
-        rejecting = _list(name for name, correction in CORRECTIONS.items() if not correction.weighs)
+        rejecting = ", ".join(name for name, correction in CORRECTIONS.items() if not correction.weighs)
         reason = "which weighs by the sampler already: each token would be weighed twice"
         remedy = f"use another policy loss, or a correction that only rejects ({rejecting})"
         yield ("correction", "policy"), f'{weighing[0]} with policy loss "{policy}", {reason}; {remedy}'
@@ -109,10 +160,9 @@ def _counted_twice(settings: LossSettings, policy: str, corrections: list[Correc
         yield ("correction", "old_logprobs"), f'{weighing[0]} with old_logprobs = "sampler": {reason}; {remedy}'
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f'; did you mean "{near[0]}"?' if near else ""
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(names)
+def _unknown(what: str, name: str, names: Iterable[str], other: str = "") -> str:
+    """`"ppo" is no policy loss: it is one of ..., did you mean "ppo_clip"?`"""
+    names = list(names)
+    near = [n for n in names if n.startswith(name)] or difflib.get_close_matches(name, names, n=1)
+    hint = f'; did you mean "{near[0]}"?' if near else ""
+    return f"{what}; it is one of {', '.join(names)}{other}{hint}"

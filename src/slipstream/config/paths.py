@@ -19,6 +19,7 @@ FILE_KEYS = (
     "data.eval",
     "reward.N.function",
     "rollout.tools.N",
+    "loss.policy",
     "loss.reference",
     "loss.teacher",
 )
@@ -35,7 +36,7 @@ def absolute_setting(key: str, value: str, base_folder: Path) -> str:
 
     `rewards.py:score` -> `/base/rewards.py:score`; `train.jsonl` -> `/base/train.jsonl`; `exact`, `builtin:tiny`, a Hugging Face id stay.
     """
-    if key in ("reward.N.function", "rollout.tools.N"):
+    if key in ("reward.N.function", "rollout.tools.N", "loss.policy"):
         file, colon, function = value.rpartition(":")
         return f"{resolve_path(file, base_folder)}{colon}{function}" if file.endswith(".py") else value
     if key == "model.chat_template" and is_inline_template(value):

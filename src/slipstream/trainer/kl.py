@@ -10,6 +10,7 @@ All are KL(π ‖ π_ref) with tokens sampled from π. What an estimator says on
 | k3 | exact, never negative | of KL(π_ref ‖ π), the other direction; close to it for small distances |
 
 In the reward no gradient flows through the estimator; k1 and k3 are exact there.
+Minimising k2 of a teacher is on-policy distillation from the sampled tokens (Agarwal et al. 2024, arXiv:2306.13649).
 Shapes: N tokens, R rows of logits, V vocabulary. Schulman 2020, "Approximating KL divergence".
 """
 
@@ -40,21 +41,13 @@ def k3(logprob: Tensor, reference_logprob: Tensor) -> Tensor:
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def sampled_distillation(logprob: Tensor, teacher_logprob: Tensor) -> Tensor:
-    """Per token [N]: -A log π with A = sg(log π_teacher - log π): the policy gradient of -KL(π ‖ teacher), as of `k2`.
+def full_kl(logits: Tensor, other_logits: Tensor) -> Tensor:
+    """Per row [R]: KL(π ‖ other) over the vocabulary, of logits [R, V] and [R, V'], both divided by the sampling temperature.
 
-    On-policy distillation from the sampled tokens alone (Agarwal et al. 2024, arXiv:2306.13649; Gu et al. 2024, arXiv:2306.08543).
-    The value says nothing; `k1` of the same tokens is the divergence.
+    Models of one family pad the same vocabulary to different sizes: both are taken over the entries that both have. An entry that π
+    excludes (logit -inf) counts 0.
     """
-    return log_ratio(logprob, teacher_logprob).detach() * logprob
-
-
-def full_kl(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Per row [R]: KL(π ‖ teacher) over the vocabulary, of logits [R, V] already divided by the sampling temperature.
-
-    Entries that π excludes (logit -inf) count 0. The softmaxes are in float32 at least.
-    """
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    log_p, log_q = logits.log_softmax(-1, dtype=dtype), teacher_logits.log_softmax(-1, dtype=dtype)
+    width = min(logits.shape[-1], other_logits.shape[-1])
+    log_p, log_q = logits[:, :width].log_softmax(-1), other_logits[:, :width].log_softmax(-1)
     difference = (log_p - log_q).masked_fill(log_p == -torch.inf, 0.0)  # 0 x inf is NaN
     return (log_p.exp() * difference).sum(-1)

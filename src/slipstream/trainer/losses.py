@@ -11,15 +11,14 @@ Which loss takes which parameter, with its default, stands in `config/losses.py`
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.config.losses import ResolvedLoss
-from slipstream.config.settings import LossSettings
 
 _MAX_LOG_RATIO = 20.0  # exp(20) is 5e8; beyond, exp overflows and inf * 0 in the backward pass would be NaN
 
@@ -73,7 +72,7 @@ def _outside(ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float
 # ---- clipped ratios ------------------------------------------------------------------------------------------------------------
 
 
-def _ppo_clip(t: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> LossValue:
+def ppo_clip(t: Tokens, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> LossValue:
     """-min(rA, clip(r, 1 - clip_low, 1 + clip_high) A); with `dual_clip` and A < 0 at most -dual_clip A.
 
     PPO (Schulman et al. 2017, arXiv:1707.06347); clip_high > clip_low is DAPO's clip-higher (Yu et al. 2025, arXiv:2503.14476); the dual
@@ -230,36 +229,8 @@ def decoupled_ppo(t: Tokens, *, clip_low: float, clip_high: float, ratio_cap: fl
     Hilton et al. 2021 (arXiv:2110.00641), as in AReaL (Fu et al. 2025, arXiv:2505.24298). `cut` is the clip's.
     """
     rho = log_ratio(t.start_logprob, t.sampler_logprob).exp().clamp(max=ratio_cap)
-    loss, cut = _ppo_clip(t, clip_low=clip_low, clip_high=clip_high)
+    loss, cut = ppo_clip(t, clip_low=clip_low, clip_high=clip_high)
     return LossValue(rho * loss, cut)
-
-
-def policy_loss(resolved: ResolvedLoss) -> PolicyLoss:
-    """The function that the settings name, with its parameters. ConfigError if a person's own one cannot be loaded."""
-    if resolved.own_policy:
-        from slipstream.trainer.user_loss import load_policy_loss
-
-        return load_policy_loss(resolved.policy, resolved.options)
-    return partial(POLICY_LOSSES[resolved.policy], **resolved.options)
-
-
-def aggregate(per_token: Tensor, weight: Tensor | float) -> Tensor:
-    """This micro-batch's share of the batch's loss: the sum over its trained tokens under their weights [N]."""
-    if isinstance(weight, float):
-        return per_token.sum() / weight
-    return (per_token * weight).sum()
-
-
-# ---- until the trainer has moved to the above ------------------------------------------------------------------------------------
-
-
-def ppo_clip(t: Any, *old: Any, **parameters: Any) -> Any:
-    if old:
-        logprob, sampler, advantage, clip_low, clip_high = t, *old
-        sequence = torch.zeros_like(logprob, dtype=torch.int64)
-        tokens = Tokens(logprob, sampler, sampler, sampler, advantage, sequence, 1, sequence)
-        return _ppo_clip(tokens, clip_low=clip_low, clip_high=clip_high).per_token
-    return _ppo_clip(t, **parameters)
 
 
 POLICY_LOSSES = {
@@ -270,32 +241,10 @@ POLICY_LOSSES = {
 }  # fmt: skip
 
 
-def is_clipped(ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    return _outside(ratio, advantage, clip_low, clip_high)
+def policy_loss(resolved: ResolvedLoss) -> PolicyLoss:
+    """The function that the settings name, with its parameters. ConfigError if a person's own one cannot be loaded."""
+    if resolved.own_policy:
+        from slipstream.trainer.user_loss import load_policy_loss  # which stands on this module
 
-
-Aggregation = Literal["token_mean", "token_sum_over_max_length"]
-
-
-def normalizer(aggregation: Aggregation, num_loss_tokens: int, num_rollouts: int, max_tokens: int) -> float:
-    return float(num_loss_tokens if aggregation == "token_mean" else num_rollouts * max_tokens)
-
-
-@dataclass(frozen=True)
-class Preset:
-    advantage: str
-    clip_low: float
-    clip_high: float
-    aggregation: Aggregation
-
-
-PRESETS = {
-    "grpo": Preset("group_mean_std", 0.2, 0.2, "token_mean"),
-    "dr_grpo": Preset("group_mean", 0.2, 0.2, "token_sum_over_max_length"),
-    "dapo": Preset("group_mean_std", 0.2, 0.28, "token_mean"),
-}
-
-
-def resolve(settings: LossSettings) -> Preset:
-    given = {key: value for key in ("clip_low", "clip_high") if (value := getattr(settings, key)) is not None}
-    return replace(PRESETS[settings.preset], **given)
+        return load_policy_loss(resolved.policy, resolved.options)
+    return partial(POLICY_LOSSES[resolved.policy], **resolved.options)
