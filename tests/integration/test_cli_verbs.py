@@ -54,8 +54,10 @@ def test_a_finished_run_is_extended_by_resume(task, capfd):
 
 
 def test_validate(task, capfd):
-    assert main(["validate", str(task / "run.toml"), str(task / "small.toml"), "--json"]) == 0
+    limit = ["--threshold.0.metric", "kl_k3", "--threshold.0.above", "0.5", "--threshold.0.steps", "3"]
+    assert main(["validate", str(task / "run.toml"), str(task / "small.toml"), *limit, "--json"]) == 0
     captured = capfd.readouterr()
+    assert "threshold: the run ends when kl_k3 is above 0.5 for 3 steps in a row" in captured.err
     assert "2 groups x 4 rollouts = 8 samples per optimizer step, at most 4 groups in flight, worst staleness" in captured.err
     answer = last_json(captured.out)
     assert answer["valid"] and answer["arithmetic"]["samples_per_step"] == 8 and answer["longest_prompt_tokens"] < 64

@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.config.arithmetic import arithmetic
     from slipstream.config.checks import advice
     from slipstream.config.save import to_toml
+    from slipstream.controller.thresholds import in_words
 
     loaded = load_run(args.run, args.overrides)
     found = preflight(loaded, resumes=args.run[0].is_dir())
@@ -53,11 +54,12 @@ def run(args: argparse.Namespace) -> int:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
         raise as_one(found.problems)
-    limits = loaded.config.engine.model_copy(update={"max_context": found.facts["context_tokens"]})
-    numbers = arithmetic(loaded.config.model_copy(update={"engine": limits}), found.facts["train_rows"])
+    engine = loaded.config.engine.model_copy(update={"max_context": found.facts["context_tokens"]})
+    numbers = arithmetic(loaded.config.model_copy(update={"engine": engine}), found.facts["train_rows"])
     console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False, markup=False, soft_wrap=True)
     console.print(to_toml(loaded.config))
-    for line in [*numbers.lines(), *facts_in_words(found.facts), *(f"note: {note}" for note in notes)]:
+    limits = [f"threshold: {in_words(limit)}" for limit in loaded.config.threshold]
+    for line in [*numbers.lines(), *limits, *facts_in_words(found.facts), *(f"note: {note}" for note in notes)]:
         console.print(line)
     console.print("valid: the run can start")
     if args.json:

@@ -56,6 +56,21 @@ def name(limit: ThresholdSettings) -> str:
     return f"{limit.metric} {'above' if limit.above is not None else 'below'} {_bound(limit)!r}: {limit.action}"
 
 
+def in_words(limit: ThresholdSettings) -> str:
+    """What the limit does, for `slipstream validate`.
+
+    >>> in_words(ThresholdSettings(metric="entropy", below=0.05, steps=3))
+    'the run ends when entropy is below 0.05 for 3 steps in a row'
+    """
+    does = "the run ends" if limit.action == "stop" else "max_staleness is lowered by one"
+    return f"{does} when {limit.metric} is {_limit_in_words(limit)}"
+
+
+def _limit_in_words(limit: ThresholdSettings) -> str:
+    side = "above" if limit.above is not None else "below"
+    return f"{side} {_bound(limit):g}" + (f" for {limit.steps} steps in a row" if limit.steps > 1 else "")
+
+
 def judge(
     limits: Sequence[ThresholdSettings], counts: Mapping[str, int], line: Mapping[str, Any], look_away: int
 ) -> tuple[dict[str, int], list[Crossed]]:
@@ -96,9 +111,7 @@ def _bound(limit: ThresholdSettings) -> float:
 
 
 def _crossed(limit: ThresholdSettings, line: Mapping[str, Any]) -> Crossed:
-    side = "above" if limit.above is not None else "below"
-    rows = f" for {limit.steps} steps in a row" if limit.steps > 1 else ""
-    text = f"{limit.metric} is {line[limit.metric]:g} at step {line['step']}; the threshold is {side} {_bound(limit):g}{rows}"
+    text = f"{limit.metric} is {line[limit.metric]:g} at step {line['step']}; the threshold is {_limit_in_words(limit)}"
     return Crossed(limit.action, text, next((hint for start, hint in HINTS.items() if limit.metric.startswith(start)), ""))
 
 
