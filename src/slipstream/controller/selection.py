@@ -55,7 +55,7 @@ def _uniform(candidates: Sequence[Rollout], keep: int, draw: Draw) -> list[Rollo
 def _resample_on_correct(candidates: Sequence[Rollout], keep: int, draw: Draw) -> list[Rollout]:
     """The cleanest positives and a uniform draw of the negatives, in the proportion in which they were sampled.
 
-    The "resample on correct" of GRPO-RoC (rStar2-Agent, arXiv 2508.20722, section 3): a correct answer that was stumbled on through
+    The "resample on correct" of GRPO-RoC (rStar2-Agent, arXiv 2508.20722): a correct answer that was stumbled on through
     failed tool calls is no model to follow, while failures should stay as varied as they are. Each side keeps its share of `keep`, rounded,
     and at least one rollout where it has any, so that a group that differs in reward still does. Positives of equal penalty are drawn.
     """
