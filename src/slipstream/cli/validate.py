@@ -20,7 +20,7 @@ examples:
   slipstream validate run.toml
   slipstream validate run.toml overlay.toml --trainer.groups_per_step 8 --json
 
-Checked: every setting and what they say of each other, the data and each of its prompts, rewards and tools (imported), the tokenizer,
+Checked: every setting and what they say of each other, the data and each of its prompts, rewards, tools and loss (imported), the tokenizer,
 the model's configuration, devices, memory, the run folder's disk. Not checked: the weights. Where something is wrong, that is all that is
 printed. Exit code 2 for wrong settings, 1 for anything else that would stop the run."""
 TAKES_SETTINGS = True
@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.cli.preflight import preflight
     from slipstream.config.arithmetic import arithmetic
     from slipstream.config.checks import advice
+    from slipstream.config.losses import resolve
     from slipstream.config.save import to_toml
     from slipstream.controller.thresholds import in_words
 
@@ -58,13 +59,15 @@ def run(args: argparse.Namespace) -> int:
     numbers = arithmetic(loaded.config.model_copy(update={"engine": engine}), found.facts["train_rows"])
     console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False, markup=False, soft_wrap=True)
     console.print(to_toml(loaded.config))
+    loss = resolve(loaded.config.loss)
     limits = [f"threshold: {in_words(limit)}" for limit in loaded.config.threshold]
-    for line in [*numbers.lines(), *limits, *facts_in_words(found.facts), *(f"note: {note}" for note in notes)]:
+    for line in [*numbers.lines(), *loss.lines(), *limits, *facts_in_words(found.facts), *(f"note: {note}" for note in notes)]:
         console.print(line)
     console.print("valid: the run can start")
     if args.json:
         settings = loaded.config.model_dump(mode="json")
-        print(json.dumps({"valid": True, "settings": settings, "arithmetic": numbers.to_json(), **found.facts, "notes": notes}))
+        derived = {"arithmetic": numbers.to_json(), "loss": loss.to_json(), **found.facts}
+        print(json.dumps({"valid": True, "settings": settings, **derived, "notes": notes}))
     return 0
 
 
@@ -78,4 +81,4 @@ def facts_in_words(facts: dict[str, Any]) -> list[str]:
     rows = f"{facts['train_rows']:,} training rows, {facts['eval_rows']:,} evaluation rows"
     prompt = f"longest prompt {facts['longest_prompt_tokens']:,} of {facts['context_tokens']:,} tokens"
     memory = f"memory about {facts['memory']}" if facts["memory"] else "memory unknown until the model is on this machine"
-    return [f"{rows}; {prompt}, vocabulary {facts['vocabulary']:,}", memory]
+    return [f"{rows}; {prompt}, vocabulary {facts['vocabulary']:,}", *facts.get("frozen_models", ()), memory]
