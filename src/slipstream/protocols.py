@@ -5,7 +5,7 @@ Who talks to whom (arrows: who calls):
     rollout worker ──► controller   admit, progress, finish_group, finish_evaluation, next_engine, note
     trainer        ──► controller   get_batch, begin_write, publish, finish_step, commit_checkpoint
     engine         ──► controller   next_weights, confirm_weights
-    rollout worker ──► engine       generate, cancel, pin, unpin
+    rollout worker ──► engine       generate, cancel, save, free, pin, unpin
     rollout worker ──► logprobs     annotate
 
 The same calls are direct in one process (`launch/inline.py`) and travel over Unix sockets between processes (`launch/wire.py`).
@@ -24,6 +24,7 @@ from slipstream.types import (
     Group,
     PrefixChunk,
     Record,
+    RequestKey,
     Score,
     Span,
     StepReport,
@@ -139,7 +140,7 @@ class ControllerAPI(Protocol):
 class Generation:
     """A generation in progress, filled frame by frame. Read it at any time; `EngineClient.generate` returns when it has ended."""
 
-    __slots__ = ("logprobs", "prefill_version", "spans", "start", "stop_reason", "token_ids")
+    __slots__ = ("logprobs", "prefill_version", "recomputed", "spans", "start", "state", "stop_reason", "token_ids")
 
     def __init__(self, start: int):
         self.start = start  # position in the rollout of the first token sampled here
@@ -148,6 +149,8 @@ class Generation:
         self.spans: list[Span] = []  # rollout coordinates
         self.prefill_version: tuple[int, int] | None = None
         self.stop_reason: StopReason | None = None
+        self.recomputed = False  # newer weights made keys and values of tokens that older ones had sampled
+        self.state: int | None = None  # id of the state that the engine kept when new weights stopped it
 
     def append(self, token_id: int, logprob: float, incarnation: int, version: int, engine_id: str) -> None:
         at = self.start + len(self.token_ids)
@@ -164,7 +167,18 @@ class EngineClient(Protocol):
     """What a rollout worker asks of an engine."""
 
     async def generate(self, request: GenerateRequest, into: Generation) -> None:
-        """Queue the request and fill `into` until it ends. Cancelling the awaiting task cancels the request."""
+        """Queue the request and fill `into` until it ends. Cancelling the awaiting task cancels the request.
+
+        It may end with INTERRUPT: new weights stopped it. To go on, call again with the tokens so far, `into.state` and the same `into`.
+        """
+        ...
+
+    async def save(self, key: RequestKey) -> int | None:
+        """Keep the keys and values of the request of this key as they are now, for forks: the state's id. None where it does not run."""
+        ...
+
+    async def free(self, state: int) -> None:
+        """Let go of a saved state; nothing where it is gone already."""
         ...
 
     async def pin(self) -> tuple[int, int, str]:

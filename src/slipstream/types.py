@@ -137,6 +137,7 @@ class Rollout(Record, kw_only=True, frozen=True):
     reward: float | None = None  # weighted sum of the applicable scores
     completion: str = ""  # decoded sampled text, for people and scorers
     duration_s: float = 0.0
+    interrupts: int = 0  # how often new weights stopped it: it went on from its tokens, or started anew
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -324,6 +325,9 @@ class EngineReport(Record, kw_only=True, frozen=True):
     sync_s: float = 0.0  # copy + hash, the engine's stall
 
 
+RequestKey = tuple[str, int, int, int, int]  # (purpose, group_id, sample, attempt, turn)
+
+
 class GenerateRequest(Record, kw_only=True, frozen=True):
     """Continue `token_ids`. Keyed (group_id, sample, attempt, turn, purpose), idempotent under that key."""
 
@@ -335,6 +339,7 @@ class GenerateRequest(Record, kw_only=True, frozen=True):
     token_ids: np.ndarray  # int32[n]: prompt and everything since
     prompt_length: int  # leading tokens that the group's samples share
     num_sampled: int  # tokens sampled so far in this rollout: where its random counter stands
+    num_sampled_in_turn: int = 0  # those of this turn, the last of token_ids: a turn goes on after a resume or an interrupt
     sampling: Sampling
     stop_token_ids: tuple[int, ...]
     min_version: int = 0
@@ -343,7 +348,7 @@ class GenerateRequest(Record, kw_only=True, frozen=True):
     state: int | None = None  # id of a saved state whose keys and values fit the first tokens (`EngineClient.save`)
 
     @property
-    def key(self) -> tuple[str, int, int, int, int]:
+    def key(self) -> RequestKey:
         return (self.purpose.value, self.group_id, self.sample, self.attempt, self.turn)
 
 

@@ -77,7 +77,7 @@ def test_cancelling_the_awaiting_task_frees_the_slot(model) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert engine._live.running == []
-        assert engine._live.blocks.num_taken == 0
+        assert engine._live.cache.blocks.num_taken == 0
         assert len(client._router) == 0
 
     asyncio.run(body())

@@ -89,7 +89,7 @@ def test_a_group_prompt_is_prefilled_once_and_shared() -> None:
     shared = {tuple(s.blocks[:3]) for s in stream.running}
     assert len(shared) == 1, "whole blocks of the prompt are shared by reference"
     assert len({s.blocks[3] for s in stream.running}) == 8, "the partial one is each sample's own"
-    assert stream.blocks.num_taken == 4 + 8
+    assert stream.cache.blocks.num_taken == 4 + 8
     driver.drain()
     assert driver.num_prefill_tokens == 49
 
@@ -100,10 +100,10 @@ def test_everything_is_freed() -> None:
     for round_ in range(3):
         driver.submit(*(request(10 * round_ + g, s, prompt(7 * g + 1, g), 3 + 5 * s) for g in range(4) for s in range(3)))
         driver.drain()
-        assert (stream.blocks.num_taken, len(stream.prompts), len(stream.running), len(stream.waiting)) == (0, 0, 0, 0)
+        assert (stream.cache.blocks.num_taken, len(stream.cache.prompts), len(stream.running), len(stream.waiting)) == (0, 0, 0, 0)
         if round_ == 0:
-            size = stream.pool.num_bytes
-    assert stream.pool.num_bytes == size
+            size = stream.cache.pool.num_bytes
+    assert stream.cache.pool.num_bytes == size
 
 
 def test_the_pool_grows_with_use() -> None:
@@ -111,23 +111,23 @@ def test_the_pool_grows_with_use() -> None:
     reference = plain(driver.engine.model)
     handles = driver.submit(request(0, 0, prompt(5), 3))
     driver.drain()
-    small = driver.engine._live.pool.num_blocks
+    small = driver.engine._live.cache.pool.num_blocks
     handles += driver.submit(request(1, 0, prompt(60), 180), request(2, 0, prompt(50), 190))
     driver.drain()
-    assert driver.engine._live.pool.num_blocks > small
+    assert driver.engine._live.cache.pool.num_blocks > small
     assert max(driver.gap(h, reference) for h in handles) < 1e-4
 
 
 def test_prompts_of_waiting_groups_give_way_when_blocks_run_out() -> None:
     """Two slots; groups whose other samples wait keep their prompts only as long as there is room."""
-    driver = Driver(make_engine(tiny_model(), slots=2, max_context=64))
+    driver = Driver(make_engine(tiny_model(), slots=2, max_context=64, saved_states=0))
     reference = plain(driver.engine.model)
     first = driver.submit(*(request(g, 0, prompt(60, g), 2) for g in range(6)))
     later = driver.submit(*(request(g, 1, prompt(60, g), 2) for g in range(6)))
     driver.drain()
     assert max(driver.gap(h, reference) for h in first + later) < 1e-4
     assert driver.num_prefill_tokens > 6 * 59, "some prompt had to be made twice"
-    assert driver.engine._live.blocks.num_taken == 0
+    assert driver.engine._live.cache.blocks.num_taken == 0
 
 
 def test_bfloat16_logprobs_are_finite_and_not_positive() -> None:

@@ -46,7 +46,7 @@ def test_a_stop_string_may_begin_in_a_recorded_prefix(model, sampled) -> None:
     engine = make_engine(model)
     engine._decode = lambda ids: "".join(chr(ord("A") + t % 26) for t in ids)
     prefix = np.concatenate([prompt(9), np.array(sampled[:11], dtype=np.int32)])
-    (generation,) = run(engine, request(0, 0, prefix, 19, prompt_length=9, num_sampled=11, stop_strings=(stop,)))
+    (generation,) = run(engine, request(0, 0, prefix, 19, prompt_length=9, num_sampled=11, num_sampled_in_turn=11, stop_strings=(stop,)))
     assert generation.token_ids == sampled[11:12]
 
 
@@ -114,8 +114,8 @@ def test_cancelling_frees_at_once_and_names_no_more(model) -> None:
     assert driver.num_running == 1
     while driver.engine.has_work():
         assert set(driver.tick().handles.tolist()) == {waiting}
-    assert driver.engine._live.blocks.num_taken == 0
-    assert len(driver.engine._live.prompts) == 0
+    assert driver.engine._live.cache.blocks.num_taken == 0
+    assert len(driver.engine._live.cache.prompts) == 0
 
 
 @pytest.mark.parametrize(

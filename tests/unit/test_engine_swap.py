@@ -100,7 +100,7 @@ def test_a_permit_newer_than_the_prompt_makes_the_prompt_anew() -> None:
     driver.drain()
     assert driver.generations[late].prefill_version == (1, 1)
     assert driver.gap(late, plain(model)) < 1e-4
-    assert driver.engine._live.blocks.num_taken == 0
+    assert driver.engine._live.cache.blocks.num_taken == 0
 
 
 def test_no_work_before_the_first_weights() -> None:

@@ -24,6 +24,8 @@ class FakeEngine:
         self.running: dict[int, list] = {}  # handle -> [request, tokens given]
         self.cancelled: list[int] = []
         self.pins: list[str] = []
+        self.states: list[int] = []
+        self.freed: list[int] = []
         self.version = (1, 3)
         self._next = 10
 
@@ -40,6 +42,19 @@ class FakeEngine:
     def cancel(self, handle: int) -> None:
         if self.running.pop(handle, None):
             self.cancelled.append(handle)
+
+    def handle(self, key) -> int | None:
+        return next((h for h, (request, _) in self.running.items() if request.key == key), None)
+
+    def save(self, handle: int) -> int:
+        self.states.append(100 + len(self.states))
+        return self.states[-1]
+
+    def free(self, state: int) -> None:
+        self.freed.append(state)
+
+    def free_all_states(self) -> None:
+        self.freed += self.states
 
     def pin(self) -> tuple[int, int, str]:
         self.pins.append("pin")

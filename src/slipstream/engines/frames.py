@@ -36,13 +36,17 @@ class FrameRouter:
     def feed(self, frame: Frame) -> None:
         """Hand out one tick's tokens, then resolve the generations that ended."""
         for handle, incarnation, version in frame.prefilled:
-            entry = self._open.get(handle)
-            if entry is not None:
+            if (entry := self._open.get(handle)) is not None:
                 entry[0].prefill_version = (incarnation, version)
+        for handle in frame.recomputed:
+            if (entry := self._open.get(handle)) is not None:
+                entry[0].recomputed = True
+        for handle, state in frame.saved:
+            if (entry := self._open.get(handle)) is not None:
+                entry[0].state = state
         rows = zip(frame.handles.tolist(), frame.token_ids.tolist(), frame.logprobs.tolist(), strict=True)
         for handle, token, logprob in rows:
-            entry = self._open.get(handle)
-            if entry is not None:
+            if (entry := self._open.get(handle)) is not None:
                 entry[0].append(token, logprob, frame.incarnation, frame.version, frame.engine_id)
         for handle, reason in frame.finished:
             self._finish(handle, reason)

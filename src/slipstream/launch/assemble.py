@@ -14,6 +14,7 @@ import torch
 from slipstream.config.frozen_models import stage_models, trainer_teacher
 from slipstream.config.settings import Config
 from slipstream.engines.embedded.engine import EmbeddedEngine
+from slipstream.engines.embedded.interrupts import InterruptPolicy
 from slipstream.launch.assemble_worker import context_limit
 from slipstream.launch.context import RunContext
 from slipstream.logprobs.loading import load_frozen_model, load_stage
@@ -35,7 +36,7 @@ def build_trainer(context: RunContext, slots: Sequence[MemoryFile]) -> tuple[Tra
     torch.manual_seed(config.run.seed)
     model, _, _ = load_model(config.model, device=config.trainer.device)
     teacher = trainer_teacher(config)
-    trainer = Trainer(config, model, **({} if teacher is None else {"teacher": load_frozen_model(teacher, config)}))
+    trainer = Trainer(config, model, teacher=None if teacher is None else load_frozen_model(teacher, config))
     if context.start_step:
         load_checkpoint(context.checkpoints / f"step-{context.start_step}", trainer)
     return trainer, Publisher(model, list(slots), getattr(torch, config.model.dtype))
@@ -72,4 +73,7 @@ def build_engine(config: Config) -> EmbeddedEngine:
         max_context=max_context,
         seed=config.run.seed,
         min_rows=proof.min_rows,
+        policy=InterruptPolicy.of(config.rollout),
+        saved_states=config.engine.saved_states,
+        saved_bytes=config.engine.saved_mib << 20,
     )

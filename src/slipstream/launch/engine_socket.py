@@ -1,6 +1,6 @@
 """An engine in a process of its own, seen from a rollout worker: the same calls as in one process, over one connection.
 
-    worker ──► generate(id) + request, cancel(id), pin(id), unpin(id) ──► engine
+    worker ──► generate(id) + request, cancel(id), save(id, key), free(state), pin(id), unpin(id) ──► engine
     worker ◄── accepted(id, handle), answer(id), error(id) ◄── engine
     worker ◄── frame + what one tick produced ◄── engine
 
@@ -24,7 +24,7 @@ from slipstream.errors import PeerLost, SlipstreamError
 from slipstream.launch.framing import Link
 from slipstream.launch.wire import within
 from slipstream.protocols import EngineClient, Generation
-from slipstream.types import Frame, GenerateRequest, decode, encode
+from slipstream.types import Frame, GenerateRequest, RequestKey, decode, encode
 
 PIN_DEADLINE_S = 300.0  # the engine answers between two ticks, and copies its weights
 CONNECT_DEADLINE_S = 60.0
@@ -37,6 +37,14 @@ class Engine(Protocol):
 
     def cancel(self, handle: int) -> None: ...
 
+    def handle(self, key: RequestKey) -> int | None: ...
+
+    def save(self, handle: int) -> int | None: ...
+
+    def free(self, state: int) -> None: ...
+
+    def free_all_states(self) -> None: ...
+
     def pin(self) -> tuple[int, int, str]: ...
 
     def unpin(self) -> float: ...
@@ -48,6 +56,15 @@ class _Generate(msgspec.Struct, tag="generate", array_like=True, frozen=True):
 
 class _Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
     id: int
+
+
+class _Save(msgspec.Struct, tag="save", array_like=True, frozen=True):
+    id: int
+    key: RequestKey
+
+
+class _Free(msgspec.Struct, tag="free", array_like=True, frozen=True):
+    state: int
 
 
 class _Pin(msgspec.Struct, tag="pin", array_like=True, frozen=True):
@@ -67,6 +84,12 @@ class _Answer(msgspec.Struct, tag="answer", array_like=True, frozen=True):
     id: int
 
 
+class _Saved(msgspec.Struct, array_like=True, frozen=True):
+    """The body of the answer to `_Save`."""
+
+    state: int | None
+
+
 class _Error(msgspec.Struct, tag="error", array_like=True, frozen=True):
     id: int
     kind: str
@@ -78,7 +101,7 @@ class _Frame(msgspec.Struct, tag="frame", array_like=True, frozen=True):
 
 
 _encode_header = msgspec.msgpack.Encoder().encode
-_to_engine = msgspec.msgpack.Decoder(_Generate | _Cancel | _Pin | _Unpin)
+_to_engine = msgspec.msgpack.Decoder(_Generate | _Cancel | _Save | _Free | _Pin | _Unpin)
 _to_worker = msgspec.msgpack.Decoder(_Accepted | _Answer | _Error | _Frame)
 
 
@@ -130,6 +153,9 @@ class EngineServer:
         if isinstance(message, _Cancel):
             self._cancel(message.id)
             return
+        if isinstance(message, _Free):
+            self._engine.free(message.state)
+            return
         try:
             answer, value = self._answer(message, body)
         except Exception as error:
@@ -137,12 +163,15 @@ class EngineServer:
         link.send_now(_encode_header(answer), value)
         self._wake()
 
-    def _answer(self, message: _Generate | _Pin | _Unpin, body: bytes) -> tuple[msgspec.Struct, bytes]:
+    def _answer(self, message: _Generate | _Save | _Pin | _Unpin, body: bytes) -> tuple[msgspec.Struct, bytes]:
         if isinstance(message, _Generate):
             handle = self._engine.submit(decode(body, GenerateRequest))
             if handle not in self._ids:  # else it is asked for twice; the first asking owns it
                 self._handles[message.id], self._ids[handle] = handle, message.id
             return _Accepted(message.id, handle), b""
+        if isinstance(message, _Save):
+            handle = self._engine.handle(message.key)
+            return _Answer(message.id), encode(_Saved(None if handle is None else self._engine.save(handle)))
         if isinstance(message, _Pin):
             self._pinned = True
             return _Answer(message.id), encode(self._engine.pin())
@@ -161,6 +190,7 @@ class EngineServer:
         self._link = None
         for request_id in list(self._handles):
             self._cancel(request_id)
+        self._engine.free_all_states()
         if self._pinned:
             self._pinned = False
             self._engine.unpin()
@@ -193,7 +223,7 @@ class RemoteEngine(EngineClient):
         self.link = Link(peer, self._frame, self._lost)
         self._router = FrameRouter()
         self._opening: dict[int, tuple[Generation, asyncio.Future[int]]] = {}  # generate: waits for its handle
-        self._asking: dict[int, asyncio.Future[bytes]] = {}  # pin and unpin
+        self._asking: dict[int, asyncio.Future[bytes]] = {}  # save, pin and unpin
         self._ended: dict[int, asyncio.Future[None]] = {}  # handle -> end of the generation
         self._ids = itertools.count(1)
 
@@ -207,6 +237,10 @@ class RemoteEngine(EngineClient):
             await self.link.send(_encode_header(_Generate(request_id)), encode(request))
             handle = await accepted
             await self._ended[handle]
+        except BaseException:
+            if into.state is not None and self.link.lost is None:  # nobody goes on from it
+                self.link.send_now(_encode_header(_Free(into.state)))
+            raise
         finally:
             self._opening.pop(request_id, None)
             if handle is None and accepted.done() and not accepted.cancelled() and accepted.exception() is None:
@@ -216,6 +250,12 @@ class RemoteEngine(EngineClient):
                 self._ended.pop(handle, None)
             if into.stop_reason is None and self.link.lost is None:
                 self.link.send_now(_encode_header(_Cancel(request_id)))
+
+    async def save(self, key: RequestKey) -> int | None:
+        return decode(await self._ask(_Save(next(self._ids), key), "save a state"), _Saved).state
+
+    async def free(self, state: int) -> None:
+        await self.link.send(_encode_header(_Free(state)))
 
     async def pin(self) -> tuple[int, int, str]:
         return decode(await self._ask(_Pin(next(self._ids)), "pin its weights"), tuple[int, int, str])
@@ -227,7 +267,7 @@ class RemoteEngine(EngineClient):
         self.link.close()
         await self.link.wait_closed()
 
-    async def _ask(self, message: _Pin | _Unpin, what: str) -> bytes:
+    async def _ask(self, message: _Save | _Pin | _Unpin, what: str) -> bytes:
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._asking[message.id] = future
         try:

@@ -118,13 +118,16 @@ class InlineRun:
             await self._wait()
 
     async def _adopt(self) -> bool:
-        """Take the weights on offer, if any."""
+        """Take the weights on offer, if there are any and the engine may."""
         if self._offer is None:
             self._offer = asyncio.create_task(self._controller.next_weights(ENGINE_ID, *self._engine.version), name="engine: next weights")
             await run_until_blocked()
         if not self._offer.done():
             return False
-        offer, self._offer = self._offer.result(), None
+        offer = self._offer.result()
+        if not self._engine.may_adopt():
+            return False
+        self._offer = None
         manifest = offer.manifest
         checksum = self._load_weights(offer)
         self._engine.set_version(manifest.incarnation, manifest.version, checksum)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.engines.frames import FrameRouter
 from slipstream.protocols import Generation
-from slipstream.types import Frame, GenerateRequest
+from slipstream.types import Frame, GenerateRequest, RequestKey
 
 
 class InProcessClient:
@@ -25,9 +25,20 @@ class InProcessClient:
         self._on_submit()
         try:
             await future  # its deadline is the caller's rollout deadline
+        except BaseException:
+            if into.state is not None:  # nobody goes on from it
+                self._engine.free(into.state)
+            raise
         finally:
             self._router.close(handle)
             self._engine.cancel(handle)  # nothing where it has ended by itself
+
+    async def save(self, key: RequestKey) -> int | None:
+        handle = self._engine.handle(key)
+        return None if handle is None else self._engine.save(handle)
+
+    async def free(self, state: int) -> None:
+        self._engine.free(state)
 
     async def pin(self) -> tuple[int, int, str]:
         return self._engine.pin()

@@ -12,13 +12,14 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from slipstream.engines.embedded.prompts import Version
+from slipstream.engines.embedded.interrupts import CONTINUE, InterruptPolicy
 from slipstream.engines.embedded.sequence import Decode, Sequence, check_request
-from slipstream.engines.embedded.stream import MIN_ROWS, Stream
+from slipstream.engines.embedded.stream import MIN_ROWS, Admitted, Stream
+from slipstream.engines.embedded.versions import Version
 from slipstream.errors import ModelError
 from slipstream.models.attention import attach
 from slipstream.models.support import context_limit, num_embeddings
-from slipstream.types import Frame, GenerateRequest, Purpose, StopReason
+from slipstream.types import Frame, GenerateRequest, Purpose, RequestKey, StopReason
 
 PINNED_EVERY = 4  # while training sequences run, at most every 4th tick is a pinned one
 
@@ -28,7 +29,8 @@ class EmbeddedEngine:
 
     `decode` turns token ids into text, for stop strings. `slots` sequences run at a time on the live weights, and as many on a
     pinned copy. Decode passes are padded to `min_rows` rows (at least 4); `probe.py` finds the number at which a row's result does
-    not depend on its neighbours. `seed` is mixed with that of each request.
+    not depend on its neighbours. `seed` is mixed with that of each request. `policy` says what new weights do to running sequences;
+    `saved_states` and `saved_bytes` bound the states that it and `save` keep.
 
     Requests with purpose EVAL run on a copy of the weights made by `pin`, in ticks of their own and at low priority.
     """
@@ -44,6 +46,9 @@ class EmbeddedEngine:
         seed: int = 0,
         min_rows: int = MIN_ROWS,
         prefill_budget: int = 1024,
+        policy: InterruptPolicy = CONTINUE,
+        saved_states: int = 64,
+        saved_bytes: int = 1 << 30,
     ):
         limit = context_limit(model.config)
         if limit is not None and max_context > limit:
@@ -58,11 +63,13 @@ class EmbeddedEngine:
         self._decode = decode
         self._num_embeddings = num_embeddings(model)
         self._new_stream = partial(Stream, slots=slots, max_context=max_context, min_rows=min_rows, prefill_budget=prefill_budget)
-        self._live = self._new_stream(model)
+        self._live = self._new_stream(model, saved_states=saved_states, saved_bytes=saved_bytes)
+        self._policy = policy
         self._pinned: _Pinned | None = None
         self._sequences: dict[int, tuple[Stream, Sequence]] = {}
-        self._handles: dict[tuple, int] = {}
-        self._aborted: list[tuple[int, StopReason]] = []  # told by the next frame
+        self._handles: dict[RequestKey, int] = {}
+        self._ended: dict[int, StopReason] = {}  # between two ticks, by the engine itself; told by the next frame
+        self._saved: dict[int, int] = {}  # states of those, where they were kept
         self._next_handle = 0
         self._tick = 0
 
@@ -71,12 +78,14 @@ class EmbeddedEngine:
     def submit(self, request: GenerateRequest) -> int:
         """Queue a request; its handle, by which frames name it. A key that is queued or running already gives the same handle.
 
-        The request adds at most `sampling.max_new_tokens` tokens to `token_ids`, fewer where `max_context` ends it. ValueError
-        says what is wrong with a request that cannot be served.
+        The request adds at most `sampling.max_new_tokens` tokens to `token_ids`, fewer where `max_context` ends it. With `state` it
+        starts over the keys and values of that state, as far as its tokens are the same; where the state is gone they are made by
+        prefill. ValueError says what is wrong with a request that cannot be served.
         """
         if request.key in self._handles:
             return self._handles[request.key]
         check_request(request, self.max_context, self._num_embeddings)
+        self._check_state(request)
         stream = self._live
         if request.purpose is Purpose.EVAL:
             stream = self._pinned_stream(request)
@@ -96,17 +105,53 @@ class EmbeddedEngine:
             raise ValueError(f"an evaluation request asks for version {request.min_version}, but version {pinned} is pinned")
         return self._pinned.stream
 
+    def _check_state(self, request: GenerateRequest) -> None:
+        state = self._live.cache.states.get(request.state)
+        if state is None:
+            return
+        where = f"group {request.group_id} sample {request.sample}"
+        if request.purpose is Purpose.EVAL:
+            raise ValueError(f"{where}: state {request.state} is of the live weights; an evaluation runs on a pinned copy")
+        if not state.num_common(request.token_ids.tolist()):
+            raise ValueError(f"{where}: its tokens and those of state {request.state} differ from the first one on; a fork shares a prefix")
+
     def cancel(self, handle: int) -> None:
-        """Take the request out at once; no frame names it again. A handle that has ended is ignored."""
+        """Take the request out at once, and the states saved from it; no frame names it again. A handle that has ended is ignored."""
+        self._live.cache.states.free(self._saved.pop(handle, None))
+        self._ended.pop(handle, None)
         if handle in self._sequences:
             stream, sequence = self._sequences[handle]
             stream.remove(sequence)
             self._forget(sequence)
+            self._live.cache.states.free_of(sequence.request.key)
+
+    def handle(self, key: RequestKey) -> int | None:
+        """Of the request of this key that waits or runs."""
+        return self._handles.get(key)
+
+    def save(self, handle: int) -> int | None:
+        """Keep the keys and values that a running request has now, for forks; it goes on. The state's id; None where it does not run.
+
+        The state stays until `free`, until its request is cancelled, or until it gives way to newer ones; it outlives the request's own
+        end. With `kv = "recompute"` it also goes when the weights change.
+        """
+        stream, sequence = self._sequences.get(handle, (None, None))
+        if stream is not self._live or sequence is None or sequence.slot is None:
+            return None
+        return self._live.save(sequence)
+
+    def free(self, state: int) -> None:
+        """Let go of a saved state; nothing where it is gone already. Forks that run over it keep what they share."""
+        self._live.cache.states.free(state)
+
+    def free_all_states(self) -> None:
+        """Let go of all of them: nobody is left who knows their ids."""
+        self._live.cache.states.free_all()
 
     def has_work(self) -> bool:
         """Whether a tick now would do anything: False while all requests wait for newer weights."""
         pinned = self._pinned
-        return bool(self._aborted) or self._live.has_work(self.version[1]) or (pinned is not None and pinned.has_work())
+        return bool(self._ended) or self._live.has_work(self.version[1]) or (pinned is not None and pinned.has_work())
 
     def tick(self) -> Frame:
         """Admit, prefill and decode on one stream; what came of it."""
@@ -124,11 +169,14 @@ class EmbeddedEngine:
         return frame
 
     def _run(self, stream: Stream, version: Version) -> Frame:
-        admitted = stream.admit(version)
+        # Who was interrupted may come back before anybody else takes the slots: the frame that tells of it admits nobody.
+        interrupted = StopReason.INTERRUPT in self._ended.values()
+        admitted = Admitted() if interrupted else stream.admit(version)
         decoded = stream.decode()
         for handle, _ in decoded.finished:
             self._forget(self._sequences[handle][1])
-        aborted, self._aborted = tuple(self._aborted), []
+        ended, self._ended = tuple(self._ended.items()), {}
+        saved, self._saved = tuple(self._saved.items()), {}
         return Frame(
             tick=self._tick,
             engine_id=self.engine_id,
@@ -137,9 +185,11 @@ class EmbeddedEngine:
             handles=decoded.handles,
             token_ids=decoded.token_ids,
             logprobs=decoded.logprobs,
-            finished=decoded.finished + aborted,
-            prefilled=tuple((sequence.handle, *made_by) for sequence, made_by in admitted.started),
+            finished=decoded.finished + ended,
+            prefilled=tuple((handle, *made_by) for handle, made_by in admitted.prefilled),
             num_prefill_tokens=admitted.num_prefill_tokens,
+            saved=saved,
+            recomputed=admitted.recomputed,
         )
 
     def _forget(self, sequence: Sequence) -> None:
@@ -153,12 +203,32 @@ class EmbeddedEngine:
         """The live model; its tensors may be overwritten between two ticks, followed by `set_version`."""
         return self._live.model
 
+    def may_adopt(self) -> bool:
+        """New weights are in hand: whether they may be adopted now. Called before every tick until they are.
+
+        Always, except that with `interrupt = "drain"` the sequences that run end first, and none that waits starts until then.
+        """
+        self._live.draining = self._policy.drains
+        return not (self._live.draining and self._live.running)
+
     def set_version(self, incarnation: int, version: int, checksum: str) -> None:
-        """The live model's tensors now hold this version. Running sequences go on from here, with their keys and values kept."""
+        """The live model's tensors now hold this version. Sequences that run go on, end or are made anew as the policy says."""
         if self._pinned is not None and self._pinned.stream.model is self.model:
             raise ValueError("the live weights are pinned without a copy; unpin before they change")
         self.version = (incarnation, version)
         self.checksum = checksum
+        for sequence in self._live.running:
+            assert sequence.oldest is not None, "it has run"
+            if self._policy.aborts(sequence.oldest, version):
+                self._interrupt(sequence)
+        self._live.swapped(self.version, keep_prompts=self._policy.keeps_old_keys, recompute=self._policy.recomputes)
+
+    def _interrupt(self, sequence: Sequence) -> None:
+        if self._policy.saves:
+            self._saved[sequence.handle] = self._live.save(sequence, once=True)
+        self._live.remove(sequence)
+        self._forget(sequence)
+        self._ended[sequence.handle] = StopReason.INTERRUPT
 
     def pin(self, *, share: bool = False) -> tuple[int, int, str]:
         """Copy the live weights for EVAL requests; (incarnation, version, checksum) of the copy. ValueError if one is pinned already.
@@ -180,7 +250,7 @@ class EmbeddedEngine:
             return 0.0
         for stream, sequence in list(self._sequences.values()):
             if stream is pinned.stream:
-                self._aborted.append((sequence.handle, StopReason.ABORT))
+                self._ended[sequence.handle] = StopReason.ABORT
                 self._forget(sequence)
         return pinned.seconds
 

@@ -24,7 +24,8 @@ async def run_engine(
     """Tick for ever; ends by cancellation or with the first error.
 
         controller.next_weights ──► one offer ──►┌────────────────────────┐
-                                                 │ adopt, between ticks   │──► controller.confirm_weights
+                                                 │ adopt, between ticks,  │──► controller.confirm_weights
+                                                 │ as soon as it may      │
         requests (engine.submit, sets wake) ────►│ tick                   │──► send_frame
                                                  └────────────────────────┘
 
@@ -39,9 +40,9 @@ async def run_engine(
     offer = _next_offer(engine, controller)
     try:
         while True:
-            if offer.done():
+            if offer.done() and (weights := offer.result()) and engine.may_adopt():
                 page.working("adopt weights", TICK_DEADLINE_S)
-                await _adopt(engine, controller, load_weights, offer.result())
+                await _adopt(engine, controller, load_weights, weights)
                 offer = _next_offer(engine, controller)
             if engine.has_work():
                 page.working("tick", TICK_DEADLINE_S)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from slipstream.engines.embedded.blocks import BlockAllocator
 from slipstream.engines.embedded.sequence import Sequence
-
-Version = tuple[int, int]  # (incarnation, version)
+from slipstream.engines.embedded.versions import Version
 
 
 @dataclass
@@ -47,6 +46,11 @@ class PromptStore:
         prompt = self._prompts.pop(key, None)
         if prompt is not None:
             self._blocks.give_back(prompt.blocks)
+
+    def drop_all(self) -> None:
+        """Let go of every prompt: those still needed are made again, by newer weights."""
+        for key in list(self._prompts):
+            self.drop(key)
 
     def evict_one(self, keep: tuple | None) -> bool:
         """Take one prompt's blocks back, never that of `keep`; those that no running sequence uses first. False if there is none."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from slipstream.engines.embedded.sampling import rollout_key
+from slipstream.engines.embedded.versions import VersionMarks
 from slipstream.types import GenerateRequest, StopReason
 
 Decode = Callable[[list[int]], str]
@@ -15,7 +16,7 @@ Decode = Callable[[list[int]], str]
 class Sequence:
     """A request from submission to its end. It waits, holds a slot, or has ended; `Stream` moves it."""
 
-    __slots__ = ("blocks", "handle", "key", "limit", "prompt_key", "request", "slot", "stops", "tokens")
+    __slots__ = ("blocks", "handle", "key", "limit", "marks", "oldest", "prompt_key", "request", "slot", "stops", "tokens")
 
     def __init__(self, handle: int, request: GenerateRequest, *, engine_seed: int, max_context: int, decode: Decode | None):
         self.handle = handle
@@ -26,6 +27,8 @@ class Sequence:
         self.prompt_key = (request.group_id, request.token_ids[: request.prompt_length].tobytes())
         self.slot: int | None = None
         self.blocks: list[int] = []  # block i holds positions [16 i, 16 i + 16)
+        self.marks = VersionMarks()  # whose weights made its keys and values
+        self.oldest = request.oldest_version  # of the tokens that were sampled; None: none yet
         self.stops = _make_stops(request, decode)
 
     @property
@@ -68,9 +71,8 @@ def _make_stops(request: GenerateRequest, decode: Decode | None) -> StopStrings 
         return None
     if decode is None:
         raise ValueError("stop strings need an engine that was given a tokenizer")
-    # A first turn that goes on from a recorded prefix: a stop string may straddle the prefix's end.
-    sampled = request.token_ids[request.prompt_length :].tolist() if request.turn == 0 else []
-    return StopStrings(strings, decode, sampled)
+    # A turn that goes on: a stop string may straddle where it was left.
+    return StopStrings(strings, decode, request.token_ids[len(request.token_ids) - request.num_sampled_in_turn :].tolist())
 
 
 def check_request(request: GenerateRequest, max_context: int, vocabulary: int) -> None:
@@ -80,6 +82,10 @@ def check_request(request: GenerateRequest, max_context: int, vocabulary: int) -
         raise ValueError(f"{where}: prompt_length {request.prompt_length} is not within 1 and the {length} tokens given")
     if length >= max_context:
         raise ValueError(f"{where}: {length} tokens leave no room for a new one within engine.max_context = {max_context}")
+    if not 0 <= request.num_sampled_in_turn <= request.num_sampled:
+        raise ValueError(
+            f"{where}: num_sampled_in_turn {request.num_sampled_in_turn} is not within 0 and num_sampled {request.num_sampled}"
+        )
     if request.sampling.max_new_tokens < 1:
         raise ValueError(f"{where}: max_new_tokens {request.sampling.max_new_tokens} is below 1")
     low, high = int(np.min(request.token_ids)), int(np.max(request.token_ids))

@@ -16,25 +16,26 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from slipstream.engines.embedded.blocks import BlockAllocator
-from slipstream.engines.embedded.prompts import Prompt, PromptStore, Version
+from slipstream.engines.embedded.cache import Cache
+from slipstream.engines.embedded.prompts import Prompt
 from slipstream.engines.embedded.sampling import choose, uniforms
 from slipstream.engines.embedded.sequence import Sequence
+from slipstream.engines.embedded.states import SavedState
+from slipstream.engines.embedded.versions import Version
 from slipstream.errors import RunFailed
 from slipstream.models.head import base_model, head_logits
 from slipstream.models.layout import BLOCK_TOKENS, PagedLayout
-from slipstream.models.paged_attention import KVPool
 from slipstream.types import StopReason
 
-_FIRST_BLOCKS = 4  # per slot: what the pool starts with
 MIN_ROWS = 4  # below, the CPU's matrix product takes another kernel with another rounding
 
 
 class Admitted(NamedTuple):
-    """What one admission did."""
+    """What one admission did: sequences by handle, in order."""
 
-    started: tuple[tuple[Sequence, Version], ...]  # and whose weights made the prompt's keys and values
-    num_prefill_tokens: int
+    prefilled: tuple[tuple[int, Version], ...] = ()  # started or remade, and whose weights made the prompt's keys and values
+    recomputed: tuple[int, ...] = ()  # newer weights made keys and values of tokens that older ones had sampled
+    num_prefill_tokens: int = 0
 
 
 class Decoded(NamedTuple):
@@ -49,23 +50,30 @@ class Decoded(NamedTuple):
 class Stream:
     """Sequences on one model object. Not thread-safe: one loop calls it between its own waits.
 
-    `min_rows` is the least number of rows of a decode pass; `prefill_budget` the prompt tokens after which admission waits for the
-    next tick (the first prompt of a tick always goes in), so that running sequences are not held up for long.
+    `min_rows` is the least number of rows of a decode pass; `prefill_budget` the tokens after which prefill waits for the next tick (the
+    first sequence of a tick always gets its own), so that running sequences are not held up for long.
     """
 
-    def __init__(self, model: PreTrainedModel, *, slots: int, max_context: int, min_rows: int = MIN_ROWS, prefill_budget: int = 1024):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int,
+        max_context: int,
+        min_rows: int = MIN_ROWS,
+        prefill_budget: int = 1024,
+        saved_states: int = 0,
+        saved_bytes: int = 0,
+    ):
         self.model = model
         self.waiting: dict[int, Sequence] = {}  # by handle, in order of submission
+        self.cache = Cache(model, slots=slots, max_context=max_context, saved_states=saved_states, saved_bytes=saved_bytes)
+        self.draining = False  # nothing that waits starts
         self._slots: list[Sequence | None] = [None] * slots
+        self._stale: dict[int, Sequence] = {}  # by handle: they hold a slot and pause until their keys and values are made again
         self._min_rows = max(min_rows, MIN_ROWS)
         self._prefill_budget = prefill_budget
-        # Each running sequence holds at most blocks_per_sequence blocks, and its group's prompt one partial block more.
-        blocks_per_sequence = -(-max_context // BLOCK_TOKENS)
-        num_blocks = slots * (blocks_per_sequence + 1) + 1
-        self.pool = KVPool(min(num_blocks, slots * _FIRST_BLOCKS + 1))
-        self.blocks = BlockAllocator(num_blocks)
-        self.prompts = PromptStore(self.blocks)
-        self._table = np.zeros((slots, blocks_per_sequence), dtype=np.int64)  # [S, blocks]; 0 is the null block
+        self._table = np.zeros((slots, self.cache.blocks_per_sequence), dtype=np.int64)  # [S, blocks]; 0 is the null block
         self._last = np.zeros(slots, dtype=np.int64)  # [S] the token that the next pass feeds
         self._position = np.zeros(slots, dtype=np.int64)  # [S] its position
         self._keys = np.zeros(slots, dtype=np.uint64)  # [S] random streams
@@ -80,11 +88,11 @@ class Stream:
 
     def has_work(self, version: int) -> bool:
         """Whether a tick at this version would do anything."""
-        return any(self._slots) or any(s.request.min_version <= version for s in self.waiting.values())
+        return any(self._slots) or bool(self._ready(version))
 
     def add(self, sequence: Sequence) -> None:
         self.waiting[sequence.handle] = sequence
-        self.prompts.wait(sequence)
+        self.cache.prompts.wait(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free what only it holds."""
@@ -93,29 +101,71 @@ class Stream:
             self._vacate(sequence)
         else:
             del self.waiting[sequence.handle]
-        self.prompts.leave(sequence, was_running=running)
+        self.cache.prompts.leave(sequence, was_running=running)
+
+    def save(self, sequence: Sequence, *, once: bool = False) -> int:
+        """Keep a running sequence's keys and values; the state's id. The sequence goes on."""
+        stale = sequence.handle in self._stale
+        return self.cache.states.add(
+            SavedState(
+                key=sequence.request.key,
+                tokens=tuple(sequence.tokens),
+                num_sampled=sequence.draw_index,
+                blocks=() if stale else tuple(sequence.blocks),
+                num_cached=0 if stale else len(sequence.tokens) - 1,
+                marks=sequence.marks.copy(),
+                once=once,
+            )
+        )
+
+    def swapped(self, version: Version, *, keep_prompts: bool, recompute: bool) -> None:
+        """The model's tensors hold another version now.
+
+        `recompute`: what runs pauses until its keys and values are made again, those that have paused longest first; saved states go.
+        Without `keep_prompts` no sequence starts over a prompt's keys and values of an older version.
+        """
+        self.draining = False
+        for sequence in self.running:
+            sequence.marks.add(len(sequence.tokens) - 1, version)  # the next pass makes this position's
+        if recompute:
+            self._stale |= {s.handle: s for s in self.running if s.handle not in self._stale}
+            self.cache.states.free_all()
+        if not keep_prompts:
+            self.cache.prompts.drop_all()
 
     # ---- one tick ----------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def admit(self, version: Version) -> Admitted:
-        """Move waiting sequences whose `min_version` is met into free slots, in order, within the prefill budget."""
-        started: list[tuple[Sequence, Version]] = []
+        """Remake what is stale, then move waiting sequences whose `min_version` is met into free slots, within the prefill budget."""
+        prefilled: list[tuple[int, Version]] = []
+        recomputed: list[int] = []
         spent = 0
         free = [i for i, s in enumerate(self._slots) if s is None]
-        ready = (s for s in list(self.waiting.values()) if s.request.min_version <= version[1])
-        for slot, sequence in zip(free, ready, strict=False):
-            if spent and spent + self._prefill_need(sequence) > self._prefill_budget:
+        for sequence in [*self._stale.values(), *self._ready(version[1])[: len(free)]]:
+            need = self._prefill_need(sequence)
+            if spent and spent + need > self._prefill_budget:
                 break
-            spent += self._prefill_need(sequence)
-            started.append((sequence, self._start(sequence, slot, version)))
-        return Admitted(tuple(started), spent)
+            spent += need
+            older = sequence.oldest is not None and sequence.oldest < version[1]
+            made_by = self._start(sequence, free.pop(0), version) if sequence.slot is None else self._remake(sequence, version)
+            prefilled.append((sequence.handle, made_by))
+            if need and older:
+                recomputed.append(sequence.handle)
+        return Admitted(tuple(prefilled), tuple(recomputed), spent)
+
+    def _ready(self, version: int) -> list[Sequence]:
+        """What may start now. Those with tokens go first, since those age while they wait; then in order of submission."""
+        if self.draining:
+            return []
+        ready = [s for s in self.waiting.values() if s.request.min_version <= version]
+        return sorted(ready, key=lambda s: s.oldest is None)
 
     @torch.inference_mode()
     def decode(self) -> Decoded:
         """Feed every running sequence's last token and sample one more for each. RunFailed when the logits are not finite."""
-        rows = np.array([i for i, s in enumerate(self._slots) if s is not None], dtype=np.int64)
-        sequences = self.running
+        rows = np.array([i for i, s in enumerate(self._slots) if s is not None and s.handle not in self._stale], dtype=np.int64)
+        sequences = [s for s in self.running if s.handle not in self._stale]
         if not sequences:
             empty = np.zeros(0, dtype=np.int32)
             return Decoded(empty, empty, np.zeros(0, dtype=np.float32), ())
@@ -150,7 +200,7 @@ class Stream:
         slots = table[np.arange(len(table)), position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
         positions = torch.from_numpy(position).to(device)[:, None]
         layout = PagedLayout(
-            pool=self.pool,
+            pool=self.cache.pool,
             positions=positions,
             write_slots=torch.from_numpy(slots).to(device),
             block_table=torch.from_numpy(table.reshape(-1)).to(device),
@@ -162,84 +212,81 @@ class Stream:
 
     # ---- keys and values ---------------------------------------------------------------------------------------------------
 
-    def _prefill_need(self, sequence: Sequence) -> int:
-        """Tokens that must be prefilled before the sequence can decode."""
-        shared = sequence.request.prompt_length - 1 if self.prompts.get(sequence) is not None else 0
-        return len(sequence.tokens) - 1 - shared
-
     def _start(self, sequence: Sequence, slot: int, version: Version) -> Version:
         """Put a waiting sequence into a slot; whose weights made its prompt's keys and values."""
         del self.waiting[sequence.handle]
-        self.prompts.start(sequence)
-        prompt = self.prompts.get(sequence)
-        if prompt is None:
-            prompt = self._prefill_prompt(sequence, version)
-            self.prompts.put(sequence, prompt)
-        whole, partial = divmod(prompt.num_tokens, BLOCK_TOKENS)
-        sequence.blocks = prompt.blocks[:whole]
-        self.blocks.share(sequence.blocks)
-        if partial:
-            sequence.blocks.append(self._take(sequence))
-            self.pool.copy_block(prompt.blocks[whole], sequence.blocks[whole])
+        self.cache.prompts.start(sequence)
         sequence.slot, self._slots[slot] = slot, sequence
-        last = len(sequence.tokens) - 1
-        self._table[slot, : len(sequence.blocks)] = sequence.blocks
-        self._last[slot], self._position[slot] = sequence.tokens[-1], last
+        sequence.oldest = version[1] if sequence.oldest is None else min(sequence.oldest, version[1])
+        self._last[slot], self._position[slot] = sequence.tokens[-1], len(sequence.tokens) - 1
         self._keys[slot], self._draws[slot] = sequence.key, sequence.draw_index
-        if last > prompt.num_tokens:
-            self._extend(sequence, last)
-            self._prefill(sequence.tokens[prompt.num_tokens : last], prompt.num_tokens, sequence.blocks)
-        return prompt.version if prompt.num_tokens else version
+        made_by = self._fill(sequence, version)
+        self.cache.states.free_used(sequence.request.state)
+        return made_by
 
-    def _prefill_prompt(self, sequence: Sequence, version: Version) -> Prompt:
+    def _remake(self, sequence: Sequence, version: Version) -> Version:
+        """Make a running sequence's keys and values again; it holds none of the old ones afterwards."""
+        del self._stale[sequence.handle]
+        self.cache.blocks.give_back(sequence.blocks)
+        return self._fill(sequence, version)
+
+    def _fill(self, sequence: Sequence, version: Version) -> Version:
+        """Give a sequence in a slot keys and values for all its tokens but the last; whose weights made the first of them.
+
+        The first ones are a saved state's or the prompt's; the rest is made now.
+        """
+        cache, key, last = self.cache, sequence.prompt_key, len(sequence.tokens) - 1
+        if (saved := self._saved(sequence)) is not None:
+            state, num_tokens = saved
+            sequence.blocks, sequence.marks = cache.branch(state.blocks, num_tokens, key), state.marks.copy()
+        else:
+            prompt = cache.prompts.get(sequence) or self._make_prompt(sequence, version)
+            num_tokens = prompt.num_tokens
+            sequence.blocks = cache.branch(prompt.blocks, num_tokens, key)
+            sequence.marks.add(0, prompt.version)
+        cache.grow(sequence.blocks, last, key)
+        cache.prefill(sequence.tokens[num_tokens:last], num_tokens, sequence.blocks)
+        sequence.marks.add(num_tokens, version)  # from here on, the passes to come included
+        self._table[sequence.slot] = 0
+        self._table[sequence.slot, : len(sequence.blocks)] = sequence.blocks
+        return sequence.marks.first
+
+    def _prefill_need(self, sequence: Sequence) -> int:
+        """Tokens that must be prefilled before the sequence can decode."""
+        last = len(sequence.tokens) - 1
+        if (saved := self._saved(sequence)) is not None:
+            return last - saved[1]
+        return last - (sequence.request.prompt_length - 1 if self.cache.prompts.get(sequence) is not None else 0)
+
+    def _saved(self, sequence: Sequence) -> tuple[SavedState, int] | None:
+        """The saved state that the sequence may start from, and how many positions of it; None where there is none of use."""
+        state = self.cache.states.get(sequence.request.state)
+        if state is None:
+            return None
+        num_tokens = min(state.num_common(sequence.tokens), state.num_cached, len(sequence.tokens) - 1)
+        return (state, num_tokens) if num_tokens else None
+
+    def _make_prompt(self, sequence: Sequence, version: Version) -> Prompt:
         num_tokens = sequence.request.prompt_length - 1
-        blocks = [self._take(sequence) for _ in range(-(-num_tokens // BLOCK_TOKENS))]
-        if num_tokens:
-            self._prefill(sequence.tokens[:num_tokens], 0, blocks)
-        return Prompt(blocks, num_tokens, version)
-
-    def _prefill(self, tokens: list[int], start: int, blocks: list[int]) -> None:
-        """Make keys and values of `tokens` at positions start, start + 1, ...; one row alone, so no neighbour can matter."""
-        device = self.model.device
-        end = start + len(tokens)
-        at = np.arange(start, end)
-        table = np.array(blocks[: -(-end // BLOCK_TOKENS)], dtype=np.int64)
-        slots = table[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS
-        positions = torch.from_numpy(at).to(device)[None]
-        layout = PagedLayout(
-            pool=self.pool,
-            positions=positions,
-            write_slots=torch.from_numpy(slots).to(device),
-            block_table=torch.from_numpy(table).to(device),
-            blocks=len(table),
-            fresh=start == 0,
-        )
-        base_model(self.model)(input_ids=torch.tensor([tokens], device=device), position_ids=positions, use_cache=False, layout=layout)
+        blocks: list[int] = []
+        self.cache.grow(blocks, num_tokens, sequence.prompt_key)
+        self.cache.prefill(sequence.tokens[:num_tokens], 0, blocks)
+        prompt = Prompt(blocks, num_tokens, version)
+        self.cache.prompts.put(sequence, prompt)
+        return prompt
 
     def _grow(self, rows: np.ndarray) -> None:
         """A block for every row whose next position begins one."""
         for slot in rows[self._position[rows] % BLOCK_TOKENS == 0].tolist():
             sequence = self._slots[slot]
             assert sequence is not None
-            self._extend(sequence, int(self._position[slot]) + 1)
-
-    def _extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give the sequence blocks for its first `num_tokens` positions."""
-        while len(sequence.blocks) * BLOCK_TOKENS < num_tokens:
-            sequence.blocks.append(self._take(sequence))
-            self._table[sequence.slot, len(sequence.blocks) - 1] = sequence.blocks[-1]
-
-    def _take(self, sequence: Sequence) -> int:
-        while not self.blocks.num_free:
-            evicted = self.prompts.evict_one(keep=sequence.prompt_key)
-            assert evicted, "there are blocks for every slot at max_context"
-        block = self.blocks.take()
-        self.pool.reserve(block + 1)
-        return block
+            self.cache.grow(sequence.blocks, int(self._position[slot]) + 1, sequence.prompt_key)
+            self._table[slot, len(sequence.blocks) - 1] = sequence.blocks[-1]
 
     def _vacate(self, sequence: Sequence) -> None:
         slot = sequence.slot
         assert slot is not None
-        self.blocks.give_back(sequence.blocks)
+        self._stale.pop(sequence.handle, None)
+        self.cache.blocks.give_back(sequence.blocks)
         sequence.blocks, sequence.slot, self._slots[slot] = [], None, None
         self._table[slot] = 0

@@ -1,0 +1,76 @@
+"""The keys and values of one stream: the pool, who holds which block of it, prompts, saved states; and the passes that make them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from slipstream.engines.embedded.blocks import BlockAllocator
+from slipstream.engines.embedded.prompts import PromptStore
+from slipstream.engines.embedded.states import StateStore
+from slipstream.models.head import base_model
+from slipstream.models.layout import BLOCK_TOKENS, PagedLayout
+from slipstream.models.paged_attention import KVPool
+
+_FIRST_BLOCKS = 4  # per slot: what the pool starts with
+
+
+class Cache:
+    """Room for `slots` sequences of `max_context` tokens, and for `saved_states` more; the tensors grow with use.
+
+    Each running sequence holds at most `blocks_per_sequence` blocks, its group's prompt one partly filled block more, and each saved
+    state at most as many as a sequence. So a running sequence always finds a block, if only that of a prompt that can be made again.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, slots: int, max_context: int, saved_states: int = 0, saved_bytes: int = 0):
+        self._model = model
+        self.blocks_per_sequence = -(-max_context // BLOCK_TOKENS)
+        num_blocks = slots * (self.blocks_per_sequence + 1) + saved_states * self.blocks_per_sequence + 1
+        self.pool = KVPool(min(num_blocks, slots * _FIRST_BLOCKS + 1))
+        self.blocks = BlockAllocator(num_blocks)
+        self.prompts = PromptStore(self.blocks)
+        self.states = StateStore(self.blocks, saved_states, saved_bytes, lambda: self.pool.num_bytes // self.pool.num_blocks)
+
+    def grow(self, blocks: list[int], num_tokens: int, prompt_key: tuple) -> None:
+        """Append blocks until there are enough for `num_tokens` positions. The prompt of that key keeps its own."""
+        while len(blocks) * BLOCK_TOKENS < num_tokens:
+            blocks.append(self._take(prompt_key))
+
+    def branch(self, blocks: list[int] | tuple[int, ...], num_tokens: int, prompt_key: tuple) -> list[int]:
+        """Blocks that begin with the same `num_tokens` positions: whole ones by reference, the partly filled one copied."""
+        whole, partial = divmod(num_tokens, BLOCK_TOKENS)
+        out = list(blocks[:whole])
+        self.blocks.share(out)
+        if partial:
+            self.grow(out, num_tokens, prompt_key)
+            self.pool.copy_block(blocks[whole], out[whole])
+        return out
+
+    def prefill(self, tokens: list[int], start: int, blocks: list[int]) -> None:
+        """Make keys and values of `tokens` at positions start, start + 1, ...; one row alone, so no neighbour can matter."""
+        if not tokens:
+            return
+        device = self._model.device
+        end = start + len(tokens)
+        at = np.arange(start, end)
+        table = np.array(blocks[: -(-end // BLOCK_TOKENS)], dtype=np.int64)
+        slots = table[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS
+        positions = torch.from_numpy(at).to(device)[None]
+        layout = PagedLayout(
+            pool=self.pool,
+            positions=positions,
+            write_slots=torch.from_numpy(slots).to(device),
+            block_table=torch.from_numpy(table).to(device),
+            blocks=len(table),
+            fresh=start == 0,
+        )
+        base_model(self._model)(input_ids=torch.tensor([tokens], device=device), position_ids=positions, use_cache=False, layout=layout)
+
+    def _take(self, prompt_key: tuple) -> int:
+        while not self.blocks.num_free:
+            evicted = self.prompts.evict_one(keep=prompt_key)
+            assert evicted, "there are blocks for every slot at max_context"
+        block = self.blocks.take()
+        self.pool.reserve(block + 1)
+        return block
