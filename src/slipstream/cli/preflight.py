@@ -43,7 +43,7 @@ class Findings:
 
 
 def preflight(loaded: LoadedConfig, *, resumes: bool = False) -> Findings:
-    """Check data, model, prompts, tools, rewards, sinks, devices, memory and the run folder. `resumes`: the run is there already."""
+    """Check data, model, prompts, tools, rewards, loss, sinks, devices, memory and the run folder. `resumes`: the run is there already."""
     from slipstream.observe.sinks import check_installed
 
     config, found = loaded.config, Findings()
@@ -53,6 +53,7 @@ def preflight(loaded: LoadedConfig, *, resumes: bool = False) -> Findings:
         check_run_folder(config, resumes)
     data = _data(loaded, found)
     _check_devices(config, found)
+    _check_loss(config, found)
     _check_model(config, data, found)
     asyncio.run(_check_rewards(config, data, found))
     return found
@@ -90,6 +91,15 @@ def _check_devices(config: Config, found: Findings) -> None:
             resolve_device(device)
 
 
+def _check_loss(config: Config, found: Findings) -> None:
+    """A person's own policy loss is imported and tried on a few tokens."""
+    from slipstream.config.losses import resolve
+    from slipstream.trainer.losses import policy_loss
+
+    with found.collect():
+        policy_loss(resolve(config.loss))
+
+
 def _check_model(config: Config, data: Data | None, found: Findings) -> None:
     """Tokenizer and configuration are read, no weights; then the prompts are measured, and with them the memory."""
     from transformers import AutoConfig
@@ -104,10 +114,26 @@ def _check_model(config: Config, data: Data | None, found: Findings) -> None:
         found.facts["vocabulary"] = info.vocab_size
         with found.collect(f"model.name = '{config.model.name}': "):
             check_supported(AutoConfig.from_pretrained(info.source, trust_remote_code=False))
+        _check_frozen_models(config, found)
         longest = _check_prompts(config, data, tokenizer, info, found)
         memory = check_memory(config, info.source, longest)
         found.facts["memory_bytes"] = None if memory is None else memory.parts
         found.facts["memory"] = None if memory is None else str(memory)
+
+
+def _check_frozen_models(config: Config, found: Findings) -> None:
+    """The reference and the teacher speak of the same tokens; who will compute with them."""
+    from slipstream.config.frozen_models import frozen_models
+    from slipstream.logprobs.loading import check_frozen_model
+
+    stage = "read by the logprob stage" + ("" if config.launch == "inline" else ", a process of its own")
+    for frozen in frozen_models(config):
+        with found.collect():
+            if frozen.settings != config.model:
+                check_frozen_model(frozen, config)
+            name = "the start model" if frozen.settings == config.model else frozen.settings.name
+            who = "held by the trainer, which compares every logit" if frozen.array is None else stage
+            found.facts.setdefault("frozen_models", []).append(f"{frozen.key}: {name}, {who}")
 
 
 def _check_prompts(config: Config, data: Data | None, tokenizer: Any, info: ModelInfo, found: Findings) -> int:
