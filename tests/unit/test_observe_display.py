@@ -103,6 +103,15 @@ def test_a_skipped_update_is_said():
     assert "update skipped: non-finite gradient" in step_text(state)
 
 
+def test_waste_is_shown_by_cause_where_there_is_any():
+    state = make_state()
+    state.on_step(LINE)
+    assert "wasted" not in step_text(state) and "waste" not in rendered(panel(state, 100), 100)
+    state.on_step(LINE | {"wasted_tokens/not selected": 1200, "wasted_tokens/stale": 16})
+    assert "wasted tokens: 1 200 not selected, 16 stale" in step_text(state)
+    assert "tokens 1 200 not selected, 16 stale" in rendered(panel(state, 100), 100)
+
+
 def test_display_is_live_only_on_a_terminal(monkeypatch):
     assert isinstance(open_display(make_state(), io.StringIO()), PlainDisplay)
     monkeypatch.setenv("TERM", "xterm")

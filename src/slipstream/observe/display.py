@@ -114,9 +114,17 @@ def step_text(state: DisplayState) -> str:
         f"entropy {number(m.get('entropy'))}",
         duration(state.elapsed_s),
     ]
+    if waste := waste_text(m):
+        parts.insert(-1, f"wasted tokens: {waste}")
     if m.get("skipped"):
         parts.insert(1, f"update skipped: {m['skipped']}")
     return " | ".join(parts)
+
+
+def waste_text(m: dict[str, Any]) -> str:
+    """Tokens that no step will train, since the step before, by cause; "" where there are none."""
+    causes = {key.partition("/")[2]: value for key, value in m.items() if key.startswith("wasted_tokens/")}
+    return ", ".join(f"{number(tokens, 0)} {cause}" for cause, tokens in causes.items())
 
 
 def evaluation_text(line: dict[str, Any]) -> str:
@@ -149,6 +157,8 @@ def panel(state: DisplayState, width: int) -> Panel:
             ("weight sync", milliseconds(m.get("weight_sync_s"))),
         ),
     )
+    if waste := waste_text(m):
+        rows.add_row("waste", _pairs(("tokens", waste)))
     rows.add_row(
         "policy",
         _pairs(
