@@ -153,6 +153,14 @@ def test_wrong_shapes_are_explained(tmp_path: Path) -> None:
     assert "true/false" in problems_of([], ["--no-trainer.steps", *REWARD])[0]
 
 
+def test_a_wrong_key_of_a_threshold_is_one_problem(tmp_path: Path) -> None:
+    run = write(tmp_path, "run.toml", "[[reward]]\nfunction = 'exact'\n[[threshold]]\nmetric = 'kl_k3'\nabov = 1\n")
+    (problem,) = problems_of([run], [])
+    assert "threshold.0.abov = 1" in problem and "did you mean threshold.0.above?" in problem
+    (problem,) = problems_of([], [*REWARD, "--threshold.0.metric", "kl_k3"])
+    assert "threshold.0.above, threshold.0.below" in problem and "neither above nor below" in problem
+
+
 def test_booleans_are_not_numbers_of_prompts() -> None:
     for value in ("true", "0", "-3"):
         (problem,) = problems_of([], [f"--data.eval={value}", *REWARD])

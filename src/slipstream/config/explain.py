@@ -28,8 +28,8 @@ def without(tree: dict[str, Any], wrong: set[KeyPath]) -> Config | None:
     """The config with the wrong keys at their defaults, so that the rest can be judged; None if even that fails."""
     tree = copy_tree(tree)
     for path in sorted(wrong, key=len, reverse=True):
-        if path[:1] == ("reward",):
-            tree.pop("reward", None)  # a list keeps its meaning only whole
+        if path[:1] in (("reward",), ("threshold",)):
+            tree.pop(str(path[0]), None)  # a list keeps its meaning only whole
         elif path and isinstance(parent := at_path(tree, path[:-1]), dict):
             parent.pop(path[-1], None)
     try:
