@@ -28,8 +28,8 @@ LOWER = "lower_max_staleness"
 STEPS_TO_APPEAR = 10  # step lines after which a metric that no line had is named to the person
 
 HINTS = {  # by the beginning of the metric's name
-    "logprob_gap": "trainer and sampler should agree on tokens of staleness 0 up to rounding and kept keys and values: "
-    'try rollout.kv = "recompute"; if the gap stays, they compute differently, which is a bug to report',
+    "logprob_gap": "trainer and sampler held the same weights for these tokens, so beyond rounding they compute differently: compare "
+    "model.dtype float32, and report it",
     "lag/": "lower buffer.max_staleness, or choose a correction (loss.correction)",
     "ratio": "lower buffer.max_staleness or trainer.learning_rate, or choose a correction (loss.correction)",
     "kl_": "lower trainer.learning_rate or buffer.max_staleness",
