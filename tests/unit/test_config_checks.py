@@ -58,6 +58,10 @@ def make(**tables: Any) -> Config:
             INLINE | {"threshold": [{"metric": "kl_k3", "above": 2, "action": "lower_max_staleness"}], "weight_sync": {"lag": 1}},
             ('"kl_k3"', "lag = 1"),
         ),
+        (
+            INLINE | {"threshold": [{"metric": "trained_tokens_per_s", "below": 10}], "run": {"deterministic": True}},
+            ('"trained_tokens_per_s"', "deterministic", "measures no time"),
+        ),
         ({"reward": []}, ("no reward", "exact", "number", "regex", "rewards.py:function")),
         ({"reward": [{"function": "regex", "options": {"pattern": "(a"}}]}, ("'(a'", "not a regular expression", "unterminated")),
         ({"reward": [{"function": "regex", "options": {"pattern": 7}}]}, ("pattern = 7", "is a text")),
