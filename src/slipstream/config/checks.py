@@ -19,7 +19,7 @@ from slipstream.config.loss_tables import is_own
 from slipstream.config.paths import is_inline_template, resolve_path
 from slipstream.config.settings import Config
 
-TIMES = re.compile(r"(_s|_idle_fraction)$")  # metrics that measure time
+TIMES = re.compile(r"^(?!reward/).*(_s|_idle_fraction)$")  # metrics that measure time
 BUILTIN_REWARDS = ("exact", "number", "regex")
 
 
@@ -199,8 +199,8 @@ def _thresholds(config: Config) -> Iterator[Conflict]:
         if config.run.deterministic and TIMES.search(limit.metric):
             yield Conflict(
                 (f"{key}.metric", "run.deterministic"),
-                f'the threshold on "{limit.metric}" with deterministic = true: it would let the time that the machine takes decide over the '
-                "run; use a metric that measures no time",
+                f'the threshold on "{limit.metric}" with deterministic = true: the time that the machine takes would decide over the run; '
+                "use a metric that measures no time",
             )
         if limit.action == "lower_max_staleness" and config.buffer.max_staleness == 0:
             yield Conflict(
