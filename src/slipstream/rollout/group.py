@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -29,9 +29,10 @@ class GroupRunner:
         on_rollout_end: Callable[[], None] = lambda: None,
         *,
         needed: int | None = None,
+        retries: Mapping[int, int] = {},
     ) -> Group:
         """Roll out `num_samples` times and score. `on_rollout_end` is called once for each rollout that leaves the engine; with fewer than
-        `needed` finished ones (all by default) nothing is scored.
+        `needed` finished ones (all by default) nothing is scored. `retries`: how often new weights had a sample start anew so far.
 
         Failures of rollouts and scorers are in the returned records; what raises ends the run.
         """
@@ -42,11 +43,12 @@ class GroupRunner:
             job = RolloutJob(
                 group_id=group.group_id,
                 sample=sample,
-                attempt=group.attempt,
+                attempt=group.attempt + retries.get(sample, 0),
                 purpose=group.purpose,
                 row=group.row,
                 sampling=sampling,
                 min_version=group.min_version,
+                num_retries=retries.get(sample, 0),
                 prefix=by_sample.get(sample),
                 shared=shared,
             )

@@ -44,8 +44,14 @@ class Prefix:
         return self.num_before + len(self.generation.token_ids) - self.num_recorded
 
     @property
+    def stop_reason(self) -> StopReason | None:
+        """Why the turn has ended; None while it goes on, be it after an interrupt."""
+        reason = self.generation.stop_reason
+        return None if reason is StopReason.INTERRUPT else reason
+
+    @property
     def due(self) -> bool:
-        return not self.ended and (self.num_unrecorded >= PREFIX_CHUNK_TOKENS or self.generation.stop_reason is not None)
+        return not self.ended and (self.num_unrecorded >= PREFIX_CHUNK_TOKENS or self.stop_reason is not None)
 
     def chunk(self) -> PrefixChunk:
         """Everything sampled since the last chunk."""
@@ -63,7 +69,7 @@ class Prefix:
             logprobs=np.asarray(generation.logprobs[skipped:], dtype=np.float32),
             spans=tuple(Span(max(s.start, start), s.end, s.incarnation, s.version, s.engine_id) for s in generation.spans if s.end > start),
             prefill_version=generation.prefill_version,
-            stop_reason=generation.stop_reason,
+            stop_reason=self.stop_reason,
         )
 
 
@@ -105,10 +111,23 @@ class PrefixRecorder:
         self.open(prefix)
         self.tell(prefix)
 
+    async def discard(self, key: PrefixKey, num_tokens: int) -> bool:
+        """New weights stopped this attempt at a rollout, and its tokens are thrown away. Whether the rollout may start anew.
+
+        No chunk of the attempt is sent any more.
+        """
+        async with self._sending:  # held for one call to the controller, which has a deadline of its own
+            self._open.pop(key, None)
+            return await self._controller.interrupted(*key, num_tokens)
+
     async def close_group(self, group_id: int) -> None:
         """Forget a group whose rollouts have all ended; no chunk of it is under way afterwards."""
-        async with self._sending:  # held for one call to the controller, which has a deadline of its own
-            self._open = {key: prefix for key, prefix in self._open.items() if key[0] != group_id}
+        async with self._sending:
+            self.forget_group(group_id)
+
+    def forget_group(self, group_id: int) -> None:
+        """Send nothing more of this group; what is under way arrives."""
+        self._open = {key: prefix for key, prefix in self._open.items() if key[0] != group_id}
 
     async def run(self) -> None:
         while not self._stopped:

@@ -6,7 +6,7 @@ import asyncio
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,7 +14,7 @@ import numpy as np
 
 from slipstream.config.settings import Config
 from slipstream.errors import DataError, DeadlineExceeded, EnvironmentFailed, ModelError, RunFailed
-from slipstream.protocols import EngineClient, Environment, EnvironmentReply, Message
+from slipstream.protocols import EngineClient, Environment, EnvironmentReply, Generation, Message
 from slipstream.rollout.external import ExternalCalls
 from slipstream.rollout.prefixes import Prefix, PrefixRecorder, WatchedGeneration
 from slipstream.rollout.rendering import PromptDoesNotFit, Renderer, as_template_messages
@@ -34,10 +34,15 @@ ENVIRONMENT = "environment failed"
 DEADLINE = "deadline"
 ABORTED = "aborted"
 PREFIX = "recorded prefix does not fit"
+INTERRUPTED = "interrupted"
 
 
 class _PrefixMismatch(Exception):
     """Recorded tokens that do not follow the prompt as it is rendered now."""
+
+
+class _Interrupted(Exception):
+    """New weights stopped the rollout, and its tokens are not to be kept."""
 
 
 class SharedPrompt:
@@ -66,6 +71,7 @@ class RolloutJob:
     row: dict[str, Any]
     sampling: Sampling
     min_version: int = 0
+    num_retries: int = 0  # earlier attempts that new weights stopped
     prefix: PrefixChunk | None = None  # recorded tokens to go on from
     shared: SharedPrompt = field(default_factory=SharedPrompt)
 
@@ -92,11 +98,35 @@ class RolloutRunner:
     async def run(self, job: RolloutJob) -> Rollout:
         """The rollout's record, failed or not. What raises is not its fault: the engine, the controller, a tool that lost too many threads.
 
-        The deadline `rollout.timeout_s` covers environment and generation from the first token on; the wait for the first one does not
-        count: an engine may rightly hold a request until it has the version it must be sampled with.
+        New weights may stop it: then it goes on from its tokens, or (`abort_retry`) starts anew, with a new environment and a deadline
+        of its own, for as long as the controller lets it.
         """
-        trajectory = Trajectory(job.group_id, job.sample, job.attempt, job.purpose)
         started = time.monotonic()
+        while True:
+            trajectory = Trajectory(job.group_id, job.sample, job.attempt, job.purpose, job.num_retries)
+            try:
+                await self._attempt(job, trajectory)
+                break
+            except _Interrupted:
+                if not await self._discard(job, trajectory):
+                    trajectory.fail(INTERRUPTED, f"new weights stopped it, and no further attempt is due after {job.num_retries + 1}")
+                    break
+            job = replace(job, attempt=job.attempt + 1, num_retries=job.num_retries + 1, prefix=None)
+        if self._recorder is not None and job.purpose is Purpose.TRAIN and not self._records(job):
+            self._recorder.end((job.group_id, job.sample, job.attempt), trajectory.prompt_length)  # its engine slot is free
+        return trajectory.rollout(time.monotonic() - started)
+
+    async def _discard(self, job: RolloutJob, trajectory: Trajectory) -> bool:
+        """Throw the attempt's tokens away; whether another one may begin."""
+        assert self._recorder is not None, "evaluations are never interrupted"
+        return await self._recorder.discard((job.group_id, job.sample, job.attempt), trajectory.num_sampled)
+
+    async def _attempt(self, job: RolloutJob, trajectory: Trajectory) -> None:
+        """Fill the trajectory; failures are recorded in it.
+
+        The deadline `rollout.timeout_s` covers environment and generation from the first token on; the wait for the first one of a turn
+        does not count: an engine may rightly hold a request until it has the version it must be sampled with. Interrupts do.
+        """
         timeout_s = self._config.rollout.timeout_s
         deadline = asyncio.timeout(timeout_s)
         try:
@@ -120,9 +150,6 @@ class RolloutRunner:
             trajectory.fail(CHAT_TEMPLATE, str(error))
         except _PrefixMismatch as error:
             trajectory.fail(PREFIX, str(error))
-        if self._recorder is not None and job.purpose is Purpose.TRAIN and not self._records(job):
-            self._recorder.end((job.group_id, job.sample, job.attempt), trajectory.prompt_length)  # its engine slot is free
-        return trajectory.rollout(time.monotonic() - started)
 
     async def _converse(self, job: RolloutJob, trajectory: Trajectory, deadline: asyncio.Timeout) -> None:
         environment = self._make_environment(job.row)
@@ -139,13 +166,16 @@ class RolloutRunner:
                 reply = await self._call(job, 1 + turn, environment.step(Message(role="assistant", content=text)))
                 if not self._take_reply(turn, trajectory, reply, tools):
                     break
+        except _Interrupted:
+            await self._close(job, environment)
+            raise
         except asyncio.CancelledError:
             await self._close_quietly(environment)
             raise
         except BaseException:
             await self._close_quietly(environment)  # the first error is the one to report
             raise
-        await self._call(job, 1 + self._config.rollout.max_turns, environment.close())
+        await self._close(job, environment)
 
     async def _sample_turn(self, job: RolloutJob, turn: int, trajectory: Trajectory, deadline: asyncio.Timeout) -> str:
         """Sample one turn into the trajectory; its text."""
@@ -161,7 +191,11 @@ class RolloutRunner:
         return text
 
     async def _generate(self, job: RolloutJob, turn: int, trajectory: Trajectory, turn_start: int, deadline: asyncio.Timeout) -> None:
-        """Ask the engine to go on from the trajectory's tokens, and add what it samples, also where that is cut off."""
+        """Ask the engine to go on from the trajectory's tokens, and add what it samples, also where that is cut off.
+
+        A generation that new weights stopped is asked for again, from its exact tokens, under the same key and random stream; what is kept
+        of it (tokens, logprobs, spans) and recorded of it goes on as if nothing had been. With `abort_retry` _Interrupted is raised.
+        """
         clock = _PausedDeadline(deadline)
         prefix: Prefix | None = None
 
@@ -177,29 +211,41 @@ class RolloutRunner:
             assert self._recorder is not None
             self._recorder.open(prefix)
         try:
-            await self._engine.generate(self._request(job, turn, trajectory, turn_start), generation)
+            while True:
+                await self._engine.generate(self._request(job, turn, trajectory, generation, turn_start), generation)
+                if generation.stop_reason is not StopReason.INTERRUPT:
+                    break
+                trajectory.num_interrupts += 1
+                if self._config.rollout.interrupt == "abort_retry":
+                    raise _Interrupted
+                generation.stop_reason = None
         finally:
             clock.go_on()
             trajectory.add_generation(generation)
         if prefix is not None and self._recorder is not None:
             self._recorder.tell(prefix)
 
-    def _request(self, job: RolloutJob, turn: int, trajectory: Trajectory, turn_start: int) -> GenerateRequest:
-        room = self._renderer.max_context - len(trajectory)
-        left = job.sampling.max_new_tokens - (len(trajectory) - turn_start)
+    def _request(self, job: RolloutJob, turn: int, trajectory: Trajectory, generation: Generation, turn_start: int) -> GenerateRequest:
+        """What is to be sampled after the trajectory's tokens and those that the generation has already."""
+        ids = [*trajectory.token_ids, *generation.token_ids]
+        room = self._renderer.max_context - len(ids)
+        left = job.sampling.max_new_tokens - (len(ids) - turn_start)
         return GenerateRequest(
             group_id=job.group_id,
             sample=job.sample,
             attempt=job.attempt,
             turn=turn,
             purpose=job.purpose,
-            token_ids=np.asarray(trajectory.token_ids, dtype=np.int32),
+            token_ids=np.asarray(ids, dtype=np.int32),
             prompt_length=trajectory.prompt_length,
-            num_sampled=trajectory.num_sampled,
+            num_sampled=trajectory.num_sampled + len(generation.token_ids),
+            num_sampled_in_turn=len(ids) - turn_start,
             sampling=msgspec.structs.replace(job.sampling, max_new_tokens=min(left, room)),
             stop_token_ids=self._stop_token_ids,
             min_version=job.min_version,
             seed=self._seed if job.purpose is Purpose.TRAIN else self._seed + EVAL_SEED_SHIFT,
+            oldest_version=trajectory.oldest_version(generation),
+            state=generation.state,
         )
 
     def _take_prefix(self, job: RolloutJob, prefix: PrefixChunk, trajectory: Trajectory) -> None:
@@ -251,6 +297,9 @@ class RolloutRunner:
         except Exception as error:
             trace = "".join(traceback.format_exception(error)).rstrip()
             raise EnvironmentFailed(f"{type(error).__name__}: {error}\n{trace}") from error
+
+    async def _close(self, job: RolloutJob, environment: Environment) -> None:
+        await self._call(job, 1 + self._config.rollout.max_turns, environment.close())
 
     async def _close_quietly(self, environment: Environment) -> None:
         """Close an environment whose rollout is lost already; a second error would hide the first."""

@@ -16,12 +16,13 @@ LOGPROB_SLACK = 1e-6  # rounding of log_softmax: a logprob this far above 0 is 0
 class Trajectory:
     """Collects prompt, sampled turns and environment messages of one rollout."""
 
-    def __init__(self, group_id: int, sample: int, attempt: int, purpose: Purpose):
+    def __init__(self, group_id: int, sample: int, attempt: int, purpose: Purpose, num_interrupts: int = 0):
         self.group_id, self.sample, self.attempt, self.purpose = group_id, sample, attempt, purpose
         self.token_ids: list[int] = []
         self.texts: list[str] = []  # decoded, one per sampled turn
         self.prompt_length = 0
         self.num_sampled = 0
+        self.num_interrupts = num_interrupts  # those of earlier attempts at the rollout included
         self.stop_reason: StopReason | None = None
         self.error: str | None = None
         self._logprobs: list[float] = []
@@ -33,6 +34,10 @@ class Trajectory:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def oldest_version(self, generation: Generation) -> int | None:
+        """Of the tokens sampled so far, those of a generation in progress included; None without any."""
+        return min((span.version for span in (*self._spans, *generation.spans)), default=None)
 
     def add_prompt(self, ids: np.ndarray) -> None:
         """The prompt, int32[n]: first, once."""
@@ -57,7 +62,10 @@ class Trajectory:
         """What the model sampled, whole or cut off. The turn stays open."""
         self._extend(generation.token_ids, generation.logprobs, sampled=True)
         self._spans.extend(generation.spans)
-        self._prefill_version = self._prefill_version or generation.prefill_version
+        if generation.recomputed:
+            self._kv, self._prefill_version = "recomputed", generation.prefill_version
+        else:
+            self._prefill_version = self._prefill_version or generation.prefill_version
         self.stop_reason = generation.stop_reason
 
     def end_turn(self, start: int, sampling: Sampling, duration_s: float, text: str) -> None:
@@ -104,6 +112,7 @@ class Trajectory:
             turns=tuple(self._turns),
             completion="\n".join(self.texts),
             duration_s=duration_s,
+            interrupts=self.num_interrupts,
         )
 
     def _extend(self, ids: list[int], logprobs: list[float], sampled: bool) -> None:

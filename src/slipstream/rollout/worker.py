@@ -3,7 +3,8 @@
     loop            consumes                      produces              waits for                    unblocked by
     admit_groups    Work.assignments              a task per group      room for a group             a rollout that leaves the engine
                                                                         controller.admit(room)       the gate opens, or the run stops
-    take_orders     Work.evaluation, Work.stop    an evaluation task    controller.admit(0)          an evaluation is due, or the run stops
+    take_orders     Work.evaluation, Work.stop,   an evaluation task,   controller.admit(0)          an evaluation is due, a group was
+                    Work.cancel                   a cancelled group                                  dropped, or the run stops
     recorder        sampled tokens                controller.progress   64 tokens or the end of one  engine frames
     a group         its assignment                finish_group          engine, environments,        frames, replies, scores;
                                                                         scorers, logprob stage       each with a deadline
@@ -15,7 +16,7 @@ All are tasks of one TaskGroup: the first that fails ends the run with its own e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slipstream.config.settings import Config
@@ -31,6 +32,8 @@ from slipstream.rollout.rendering import Renderer
 from slipstream.rollout.rollout import RolloutRunner
 from slipstream.scoring.score import close_scorers, start_scorers
 from slipstream.types import Assignment, EvalTask, Group, Sampling, Work
+
+GroupKey = tuple[int, int]  # (group_id, attempt)
 
 LOOK_AHEAD_GROUPS = 1  # admitted beyond the engine's slots, so that a slot that comes free finds a request waiting
 
@@ -113,10 +116,11 @@ class RolloutWorker:
     def _begin(self) -> None:
         self._stopping, self._stopped, self._room_changed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._grace_s = self._config.run.stop_grace_s
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[GroupKey, asyncio.Task[None]] = {}
+        self._num_sequences: dict[GroupKey, int] = {}  # rollouts that hold, or wait for, an engine slot
+        self._dropped: set[GroupKey] = set()  # cancelled by the controller, not ended yet
         self._evaluations: set[asyncio.Task[None]] = set()
         self._pinning = asyncio.Lock()
-        self._num_sequences = 0  # rollouts that hold, or wait for, an engine slot
         self._recorder.reset()
 
     async def _work(self) -> None:
@@ -147,7 +151,7 @@ class RolloutWorker:
 
     async def _end_running(self) -> None:
         """Give what runs its grace, then cancel it."""
-        running = [*self._running, *self._evaluations]
+        running = [*self._running.values(), *self._evaluations]
         if running and self._grace_s > 0:
             await asyncio.wait(running, timeout=self._grace_s)
         await _cancel(running)
@@ -155,26 +159,46 @@ class RolloutWorker:
     def _room(self) -> int:
         """Groups that may start: enough to fill the free engine slots, and a few more."""
         size = self._config.rollout.num_samples
-        free = self._config.engine.slots + LOOK_AHEAD_GROUPS * size - self._num_sequences
+        free = self._config.engine.slots + LOOK_AHEAD_GROUPS * size - sum(self._num_sequences.values())
         return -(-free // size)
 
     def _take(self, work: Work) -> None:
+        for key in work.cancel:
+            self._drop_group(key)
         for assignment in work.assignments:
-            self._num_sequences += self._config.rollout.num_samples
-            self._start(self._run_group(assignment), f"group {assignment.group_id}", self._running)
+            self._start_group(assignment)
         if work.evaluation is not None:
-            self._start(self._evaluate(work.evaluation), f"evaluation {work.evaluation.number}", self._evaluations)
+            task = self._tasks.create_task(self._evaluate(work.evaluation), name=f"evaluation {work.evaluation.number}")
+            self._evaluations.add(task)
+            task.add_done_callback(self._evaluations.discard)
         if work.stop:
             self._stopping.set()
 
-    def _start(self, coroutine: Coroutine[Any, Any, None], name: str, into: set[asyncio.Task[None]]) -> None:
-        task = self._tasks.create_task(coroutine, name=name)
-        into.add(task)
-        task.add_done_callback(lambda ended: (into.discard(ended), self._room_changed.set()))
+    def _start_group(self, assignment: Assignment) -> None:
+        key = (assignment.group_id, assignment.attempt)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._running[key], self._num_sequences[key]
+            if key in self._dropped:
+                self._dropped.remove(key)
+                self._recorder.forget_group(assignment.group_id)
+            self._room_changed.set()
+
+        self._num_sequences[key] = self._config.rollout.num_samples
+        self._running[key] = self._tasks.create_task(self._run_group(assignment), name=f"group {assignment.group_id}")
+        self._running[key].add_done_callback(ended)
+
+    def _drop_group(self, key: GroupKey) -> None:
+        """The controller has dropped the group: its requests leave the engine at once, and nothing more is said of it."""
+        if key in self._running:
+            self._dropped.add(key)
+            self._recorder.forget_group(key[0])
+            self._running[key].cancel()
 
     # ---- what they start
 
     async def _run_group(self, assignment: Assignment) -> None:
+        key = (assignment.group_id, assignment.attempt)
         group = Group(
             group_id=assignment.group_id,
             attempt=assignment.attempt,
@@ -188,8 +212,9 @@ class RolloutWorker:
             rollout.num_samples,
             _sampling(self._config),
             assignment.prefixes,
-            self._free_sequence,
+            lambda: self._free_sequence(key),
             needed=rollout.group_size,
+            retries=assignment.retries,
         )
         await self._recorder.close_group(group.group_id)
         if self._logprobs is not None:
@@ -201,8 +226,8 @@ class RolloutWorker:
             result = await run_evaluation(task, self._engine, self._groups, self._config)
             await self._controller.finish_evaluation(result)
 
-    def _free_sequence(self) -> None:
-        self._num_sequences -= 1
+    def _free_sequence(self, key: GroupKey) -> None:
+        self._num_sequences[key] -= 1
         self._room_changed.set()
 
 
