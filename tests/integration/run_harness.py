@@ -124,13 +124,14 @@ def _tokens(group: Group) -> tuple:
     )
 
 
-def recorded_batches(folder: Path, max_staleness: int, on_stale: str = "mask_tokens") -> dict[int, Batch]:
+def recorded_batches(folder: Path) -> dict[int, Batch]:
     """The batches of a run that kept all its groups, as the trainer got them."""
     story = told(folder)
     with LedgerReader.open(folder / "ledger.sqlite") as reader:
         bounds = {e.group_id: e.bound for *_, e in reader.live_events() if isinstance(e, ev.Admitted)}
+        rules = {e.step: e.rule for *_, e in reader.live_events() if isinstance(e, ev.BatchRecorded)}
     return {
-        step: make_batch(step, [story.groups[g] for g in ids], [bounds[g] for g in ids], max_staleness, on_stale)[0]
+        step: make_batch(step, [story.groups[g] for g in ids], [bounds[g] for g in ids], rules[step])[0]
         for step, ids in story.account.batches.items()
     }
 

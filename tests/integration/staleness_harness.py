@@ -148,7 +148,7 @@ class Schedule:
         if a.restart and r.random() < a.restart:
             return [("restart", r.randrange(a.engines))]
         out: list[tuple] = []
-        if self.core.intake.gate > 0 or self.core.intake._may_go_on:
+        if self.core.intake.may_hand_out:
             out.append(("admit",))
         for group_id, task in self.tasks.items():
             if task.engine is None:

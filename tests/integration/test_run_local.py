@@ -61,7 +61,7 @@ def recorded_batches_retrain_to_the_checksum_of_every_version(local: LocalRun) -
 
 def retrain(trainer: Trainer, local: LocalRun) -> dict[int, str]:
     """Version -> checksum of the weights, from the trainer's step to the last."""
-    batches = recorded_batches(local.folder, local.config.buffer.max_staleness, local.config.buffer.on_stale)
+    batches = recorded_batches(local.folder)
     versions = {trainer.step: checksum(trainer.model)}
     for step in range(trainer.step, STEPS):
         assert trainer.train_step(batches[step]).skipped is None

@@ -250,26 +250,38 @@ def test_a_token_older_than_the_bound_never_reaches_the_trainer(folder):
 
 def test_stale_tokens_of_a_wide_window_leave_the_loss_mask(folder):
     async def main():
-        controller = start(folder, config(buffer={"max_staleness": 1, "window": 3}, trainer={"groups_per_step": 1}))
-        await publish(controller, 0)
-        await serve_engine(controller)
-        slow = (await controller.admit(1)).assignments[0]
-        for step in (0, 1):
-            task = (await controller.admit(1)).assignments[0]
-            await controller.finish_group(group_of(task, step, 1))
-            batch = await controller.get_batch(step)
-            assert batch.groups[0].group_id == step + 1, "it passes the slow group"
-            await publish(controller, step + 1)
-            await controller.finish_step(StepReport(step=step, version=step + 1, checksum=checksum(1, step + 1)))
-            await serve_engine(controller)
-        await controller.finish_group(group_of(slow, 0, 1))
-        batch = await controller.get_batch(2)
-        assert batch.groups[0].group_id == 0 and batch.num_loss_tokens == 0
+        controller = start(folder, config(buffer={"max_staleness": 1, "window": 2}, trainer={"groups_per_step": 1}))
+        batch = await late_group(controller)
+        assert batch.groups[0].group_id == 1 and batch.num_loss_tokens == 0
         assert not any(r.loss_mask.any() for r in batch.groups[0].rollouts)
         assert controller.core.state.batches[2].record.num_masked_tokens == 4
         controller.close()
 
     run(main())
+
+
+async def late_group(controller):
+    """The worst case of S = 1, P = 1, W = 2: group 1 starts on version 0 when a batch is trained, and is passed once. Batch 2."""
+    await publish(controller, 0)
+    await serve_engine(controller)
+    (first,) = (await controller.admit(1)).assignments
+    await controller.finish_group(group_of(first, 0, 1))
+    await train(controller, 0)
+    (late,) = (await controller.admit(1)).assignments  # the engine has not confirmed version 1 yet
+    await serve_engine(controller)
+    (passing,) = (await controller.admit(1)).assignments
+    await controller.finish_group(group_of(passing, 1, 1))
+    batch = await train(controller, 1)
+    assert batch.groups[0].group_id == passing.group_id == 2
+    await controller.finish_group(group_of(late, 0, 1, rewards=(0.0, 0.5)))
+    return await controller.get_batch(2)
+
+
+async def train(controller, step):
+    batch = await controller.get_batch(step)
+    await publish(controller, step + 1)
+    await controller.finish_step(StepReport(step=step, version=step + 1, checksum=checksum(1, step + 1)))
+    return batch
 
 
 def test_reports_that_do_not_match_what_was_published_are_refused(folder):

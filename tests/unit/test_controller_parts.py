@@ -16,6 +16,7 @@ from controller_fakes import Notes, Roles, checksum, config, group_of, make_step
 from slipstream.controller.buffer import bad_data, failure_of, has_zero_variance, make_batch
 from slipstream.controller.cursor import Cursor
 from slipstream.controller.evaluations import choose, evaluation_line, pending
+from slipstream.controller.events import StaleRule
 from slipstream.controller.metrics_line import staleness_stats
 from slipstream.controller.run_folder import RunFolder
 from slipstream.controller.timing import Meter, StepTimes
@@ -112,14 +113,14 @@ def group_with(*spans: Span, length: int = 7) -> Group:
 
 def test_a_batch_counts_its_tokens_by_staleness():
     group = group_with(Span(1, 3, 1, 3, "e"), Span(4, 7, 1, 5, "e"))  # token 3 was given by an environment
-    batch, record = make_batch(5, [group], [2], max_staleness=2, on_stale="mask_tokens")
+    batch, record = make_batch(5, [group], [2], StaleRule("mask_tokens", limit=2))
     assert record.staleness == ((0, 6), (2, 4)) and record.num_loss_tokens == batch.num_loss_tokens == 10
     assert (record.num_samples, record.num_several_versions, record.num_masked_tokens) == (2, 2, 0)
     assert batch.groups[0] is group, "forwarded unchanged"
-    batch, record = make_batch(6, [group], [3], max_staleness=2, on_stale="mask_tokens")
+    batch, record = make_batch(6, [group], [3], StaleRule("mask_tokens", limit=2))
     assert record.staleness == ((1, 6),) and record.num_masked_tokens == 4 and record.num_several_versions == 0
     assert batch.groups[0].rollouts[0].loss_mask.tolist() == [False] * 4 + [True] * 3
-    kept, record = make_batch(6, [group], [3], max_staleness=2, on_stale="keep")
+    kept, record = make_batch(6, [group], [3], StaleRule("keep", limit=2))
     assert record.staleness == ((1, 6), (3, 4)) and kept.num_loss_tokens == 10
 
 

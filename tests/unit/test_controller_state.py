@@ -56,7 +56,7 @@ def possible(state: RunState, a: int, b: int) -> list[ev.Event]:
         ev.AttemptFailed(**facts, cause="deadline: slow"),
         ev.Filtered(**facts, reason="zero variance"),
         ev.Dropped(**facts, reason="failed", cause="broke"),
-        ev.PrefixesRecorded(chunks=((group, b % 2, attempt, a % 3, b % 4),)),
+        ev.PrefixesRecorded(chunks=((group, b % 2, attempt, a % 3, b % 4, 0),)),
         batch_of(state, finished[: 1 + a % 2]),
         ev.VersionPublished(version=newest + 1 + (b % 7 == 0), checksum=f"{inc}.{newest + 1}"),
         ev.StepFinished(

@@ -96,11 +96,11 @@ def test_prefixes_of_a_sample_come_back_as_one(path):
         for c in (chunk(0, 3), chunk(3, 2), chunk(0, 1, sample=1), chunk(5, 0, stop=StopReason.STOP)):
             ledger.put(c, 1)
         ledger.commit()
-        first, second = ledger.prefixes(0, 0)
+        first, second = ledger.prefixes(0, lambda sample: 0)
         assert (first.sample, first.start, first.token_ids.tolist(), first.stop_reason) == (0, 0, [0, 1, 2, 3, 4], StopReason.STOP)
         assert [(s.start, s.end, s.version) for s in first.spans] == [(5, 8, 0), (8, 10, 3)]
         assert (second.sample, len(second.token_ids)) == (1, 1)
-        assert ledger.prefixes(0, 1) == ()
+        assert ledger.prefixes(0, lambda sample: 1) == ()
 
 
 def test_a_deterministic_resume_supersedes_what_came_after_its_checkpoint(path):

@@ -40,7 +40,7 @@ def successors(places, batch, T, E, S, P, W):
     unpulled = [i for i, first in enumerate(places) if first is not None]
     pulled = 0 if batch is None else len(batch)
     taken = admission.slots_taken(len(unpulled), pulled, (T - E) * P)
-    if admission.free_slots(taken, S, P):
+    if admission.free_slots(taken, admission.num_slots(S, P)):
         # Without restarts and resumes the permit never holds anything back: the gate has already waited.
         assert admission.permit(T, pulled + len(unpulled), S, P) <= E
         yield (*places, E), batch, T, E

@@ -10,6 +10,7 @@ import torch
 from trainer_models import batch_of, config, eager_twin, make_batch, make_group, plain_logprobs, tiny_model
 
 from slipstream.controller import buffer
+from slipstream.controller.events import StaleRule
 from slipstream.errors import DataError, RunFailed
 from slipstream.trainer.trainer import Trainer
 from slipstream.types import Span
@@ -127,7 +128,7 @@ def test_stale_tokens_train_only_where_the_settings_say_so(on_stale):
     old_span = (Span(old.spans[0].start, old.spans[0].end, 1, 0, "e0"),)
     stale = make_group([msgspec.structs.replace(old, spans=old_span), *others])
     masked = make_group([msgspec.structs.replace(old, loss_mask=np.zeros_like(old.loss_mask)), *others])
-    batch, record = buffer.make_batch(4, [stale], [4], max_staleness=3, on_stale=on_stale)
+    batch, record = buffer.make_batch(4, [stale], [4], StaleRule(on_stale, limit=3))
     expected = batch_of(4, [masked]) if on_stale == "mask_tokens" else whole
     assert record.num_masked_tokens == whole.num_loss_tokens - expected.num_loss_tokens
     metrics = []

@@ -1,6 +1,6 @@
 """What the settings amount to, in numbers: groups in flight, samples per step, worst staleness, tokens. Printed by `slipstream validate`.
 
-S = buffer.max_staleness, P = trainer.groups_per_step, G = rollout.group_size.
+S = buffer.max_staleness, P = trainer.groups_per_step, G = rollout.group_size, W = buffer.window.
 """
 
 from __future__ import annotations
@@ -9,30 +9,64 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
 
-from slipstream.config.settings import Config
+from slipstream.config.settings import BufferSettings, Config
 
 DEFAULT_MAX_CONTEXT = 4096  # tokens; the model's own limit if that is smaller
 
 
-def max_groups_in_flight(config: Config) -> int:
-    """Groups admitted and not yet trained and synced, at most: (S+1) x P."""
-    from slipstream.controller.admission import num_slots  # its home; imported here to keep config a leaf
+def pull_window(config: Config) -> int | None:
+    """W: the setting, or its default; None where it is unbounded."""
+    from slipstream.controller.admission import default_window  # its home; imported here to keep config a leaf
 
+    stale, given = config.buffer.max_staleness, config.buffer.window
+    if given == "unbounded":
+        return None
+    return 1 if stale == 0 else given or default_window(stale, config.trainer.groups_per_step)
+
+
+def max_groups_in_flight(config: Config) -> int:
+    """Groups admitted and not yet trained and synced, at most: (S+1) x P, or what is set where the window is unbounded."""
+    from slipstream.controller.admission import num_slots
+
+    if pull_window(config) is None:
+        return config.buffer.max_groups or 0  # given, checked when the settings are loaded
     return num_slots(config.buffer.max_staleness, config.trainer.groups_per_step)
 
 
-def staleness_bound(config: Config) -> int:
-    """The oldest a token can be when its batch is trained; older ones end the run."""
-    from slipstream.controller.admission import default_window, worst_staleness
+def staleness_bound(config: Config) -> int | None:
+    """The oldest a token can be when its batch is trained; older ones end the run. None: there is no worst case."""
+    from slipstream.controller.admission import worst_staleness
 
-    stale, per_step = config.buffer.max_staleness, config.trainer.groups_per_step
-    return worst_staleness(stale, per_step, config.buffer.window or default_window(stale, per_step))
+    return worst_staleness(config.buffer.max_staleness, config.trainer.groups_per_step, pull_window(config))
 
 
-def staleness_limit(config: Config) -> int:
-    """The oldest token that is trained: S where older ones are masked from the loss, else the bound."""
-    masked = config.buffer.on_stale == "mask_tokens"
-    return min(config.buffer.max_staleness, staleness_bound(config)) if masked else staleness_bound(config)
+def staleness_limit(config: Config) -> int | None:
+    """The oldest token that is trained: S where older ones are masked or dropped, else the bound."""
+    bound, stale = staleness_bound(config), config.buffer.max_staleness
+    if config.buffer.on_stale not in ("mask_tokens", "drop", "cancel_early"):
+        return bound
+    return stale if bound is None else min(stale, bound)
+
+
+def stale_level(settings: BufferSettings) -> str:
+    """What is judged by its age: the setting, or the default of `on_stale`."""
+    return settings.stale_level or ("group" if settings.on_stale in ("drop", "cancel_early") else "token")
+
+
+def lowest_staleness(config: Config) -> int:
+    """What max_staleness cannot be lowered beyond: with weights every k steps, k - 1 (see `admission`)."""
+    return config.weight_sync.every - 1
+
+
+def publishes(config: Config, version: int) -> bool:
+    """Whether the trainer hands this version to the engines: every k-th and the last, and in deterministic runs that of a checkpoint, since
+    a resume starts from it.
+
+    >>> [v for v in range(1, 8) if publishes(Config.model_validate({"weight_sync": {"every": 3}, "trainer": {"steps": 7}}), v)]
+    [3, 6, 7]
+    """
+    at_checkpoint = config.run.deterministic and version % config.checkpoint.every == 0
+    return version % config.weight_sync.every == 0 or version == config.trainer.steps or at_checkpoint
 
 
 def max_context_tokens(config: Config) -> int:
@@ -52,9 +86,14 @@ class Arithmetic:
     groups: int  # trained in the whole run
     max_groups_in_flight: int
     max_rollouts_in_flight: int
-    window: int
-    worst_staleness: int  # of any token; one that is older ends the run
-    staleness_limit: int  # of a trained token: older ones are masked
+    window: int | None  # None: unbounded
+    worst_staleness: int | None  # of any token; one that is older ends the run. None: there is no worst case
+    worst_updates: int | None  # the same in optimizer updates
+    updates_per_step: int  # optimizer updates made of one batch
+    published_every: int  # steps
+    staleness_limit: int | None  # of a trained token: older ones are masked or dropped
+    on_stale: str
+    stale_level: str
     engine_slots: int
     max_new_tokens_per_rollout: int
     max_new_tokens_per_step: int
@@ -72,11 +111,11 @@ class Arithmetic:
         """The same for people, one sentence a line."""
         return [
             f"{_count(self.groups_per_step, 'group')} x {_count(self.group_size, 'rollout')} = {self.samples_per_step:,} samples per "
-            f"optimizer step, at most {_count(self.max_groups_in_flight, 'group')} in flight, worst staleness {self.worst_staleness}"
-            f"{self._masked_note()}",
+            f"optimizer step, at most {_count(self.max_groups_in_flight, 'group')} in flight, {self._staleness()}",
+            *self._publication(),
             f"{_count(self.steps, 'step')}: {self.groups:,} groups, {self.samples:,} samples{self._epochs()}",
             f"at most {self.max_rollouts_in_flight:,} rollouts in flight for {_count(self.engine_slots, 'engine slot')}"
-            f"{self._slots_note()}, window {self.window}",
+            f"{self._slots_note()}, window {'unbounded' if self.window is None else self.window}",
             f"at most {self.max_new_tokens_per_rollout:,} new tokens per rollout, {self.max_new_tokens_per_step:,} per step; "
             f"context {self.max_context_tokens:,} tokens, KV pool at most {self.kv_pool_tokens:,} tokens",
             f"{_count(self.checkpoints, 'checkpoint')}, "
@@ -86,8 +125,22 @@ class Arithmetic:
     def _epochs(self) -> str:
         return f", {self.epochs:.2f} epochs over {self.rows:,} rows" if self.rows and self.epochs is not None else ""
 
-    def _masked_note(self) -> str:
-        return f", tokens older than {self.staleness_limit} are masked" if self.staleness_limit < self.worst_staleness else ""
+    def _staleness(self) -> str:
+        """The worst case, in versions and where they differ in optimizer updates, and what happens to what is too old."""
+        bound, limit = self.worst_staleness, self.staleness_limit
+        updates = f" ({_count(self.worst_updates or 0, 'optimizer update')})" if self.updates_per_step > 1 else ""
+        text = "no worst case of staleness (unbounded window)" if bound is None else f"worst staleness {bound}{updates}"
+        if limit is not None and (bound is None or limit < bound):
+            what = "tokens" if self.stale_level == "token" else f"{self.stale_level}s with trained tokens"
+            text += f", {what} older than {limit} are {'masked' if self.on_stale == 'mask_tokens' else 'dropped'}"
+        elif self.on_stale == "down_weight":
+            text += ", older data is weighed less"
+        return text
+
+    def _publication(self) -> list[str]:
+        every = self.published_every
+        behind = _count(every - 1, "version")
+        return [f"weights are published every {every} steps: a group may start {behind} behind the trainer"] if every > 1 else []
 
     def _slots_note(self) -> str:
         if self.engine_slots > self.max_rollouts_in_flight:
@@ -97,11 +150,11 @@ class Arithmetic:
 
 def arithmetic(config: Config, num_rows: int | None = None) -> Arithmetic:
     """The numbers of this run. `num_rows`: training rows, when the data has been read."""
-    from slipstream.controller.admission import default_window
+    from slipstream.controller.admission import worst_updates
 
-    stale, per_step, size = config.buffer.max_staleness, config.trainer.groups_per_step, config.rollout.group_size
+    per_step, size = config.trainer.groups_per_step, config.rollout.group_size
     steps, groups = config.trainer.steps, config.trainer.steps * per_step
-    window = config.buffer.window or default_window(stale, per_step)
+    updates = config.trainer.updates_per_batch * config.trainer.minibatches
     new_tokens = config.rollout.max_new_tokens * config.rollout.max_turns
     return Arithmetic(
         groups_per_step=per_step,
@@ -112,9 +165,14 @@ def arithmetic(config: Config, num_rows: int | None = None) -> Arithmetic:
         groups=groups,
         max_groups_in_flight=max_groups_in_flight(config),
         max_rollouts_in_flight=max_groups_in_flight(config) * size,
-        window=window,
+        window=pull_window(config),
         worst_staleness=staleness_bound(config),
+        worst_updates=worst_updates(staleness_bound(config), updates),
+        updates_per_step=updates,
+        published_every=config.weight_sync.every,
         staleness_limit=staleness_limit(config),
+        on_stale=config.buffer.on_stale,
+        stale_level=stale_level(config.buffer),
         engine_slots=config.engine.slots,
         max_new_tokens_per_rollout=min(new_tokens, max_context_tokens(config) - 1),
         max_new_tokens_per_step=per_step * size * min(new_tokens, max_context_tokens(config) - 1),

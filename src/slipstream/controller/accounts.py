@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from slipstream.controller import events as ev
 from slipstream.controller.ledger import LedgerReader
-from slipstream.controller.state import REWOUND, RunState, fold
+from slipstream.controller.state import INTERRUPTED, REWOUND, STALE, RunState, fold
 from slipstream.errors import LedgerError
 from slipstream.types import GroupStatus
 
@@ -60,13 +60,12 @@ def tell(events: Iterable[ev.Event]) -> Account:
     """The account of these events; LedgerError for a group that is put where it cannot be."""
     account, step = Account(), 0
     records: dict[int, ev.BatchRecorded] = {}
-    counted: set[int] = set()  # finished steps whose tokens were trained: not skipped
+    finished: dict[int, int] = {}  # finished step -> 1, or 0 where its update was skipped
     for event in events:
         match event:
             case ev.RunStarted(kind=kind, from_step=from_step) if kind != "fresh":
-                for late in [s for s in counted if s >= from_step]:
-                    account.staleness.subtract(dict(records[late].staleness))
-                    counted.remove(late)
+                for late in [s for s in finished if s >= from_step]:
+                    _count(account, records[late], finished.pop(late), -1)
                 _go_back(account, from_step, rewind=kind == "rewind")
                 step = from_step
             case ev.Admitted(group_id=group_id, row=row):
@@ -82,8 +81,14 @@ def tell(events: Iterable[ev.Event]) -> Account:
             case ev.Filtered():
                 _move(account, event.group_id, GroupStatus.RUNNING, GroupStatus.FILTERED, event.reason, event.num_tokens)
                 account.wasted_tokens["filtered"] += event.num_tokens - _leave_out(account, event.left_out)
+            case ev.SampleInterrupted():
+                _move(account, event.group_id, GroupStatus.RUNNING, GroupStatus.RUNNING, tokens=event.num_tokens)
+                account.wasted_tokens[INTERRUPTED] += event.num_tokens
             case ev.Dropped():
-                _move(account, event.group_id, GroupStatus.RUNNING, GroupStatus.DROPPED, event.reason, event.num_tokens)
+                place = account.places.get(event.group_id)
+                late = event.reason == STALE and place is not None and place.status is GroupStatus.FINISHED
+                was = GroupStatus.FINISHED if late else GroupStatus.RUNNING  # the tokens of a finished one are counted already
+                _move(account, event.group_id, was, GroupStatus.DROPPED, event.reason, 0 if late else event.num_tokens)
                 account.wasted_tokens[event.reason] += event.num_tokens
             case ev.BatchRecorded():
                 for group_id in event.group_ids:
@@ -94,9 +99,8 @@ def tell(events: Iterable[ev.Event]) -> Account:
                     raise LedgerError(f"step {event.step} finished, step {step} was next")
                 for group_id in account.batches[event.step]:
                     _move(account, group_id, GroupStatus.BATCHED, GroupStatus.TRAINED)
-                if event.skipped is None:
-                    account.staleness.update(dict(records[event.step].staleness))
-                    counted.add(event.step)
+                finished[event.step] = int(event.skipped is None)
+                _count(account, records[event.step], finished[event.step], +1)
                 step += 1
     return account
 
@@ -108,6 +112,14 @@ def _move(account: Account, group_id: int, was: GroupStatus, now: GroupStatus, r
     place.status, place.reason = now, reason
     place.num_tokens += tokens
     return place
+
+
+def _count(account: Account, record: ev.BatchRecorded, trained: int, sign: int) -> None:
+    """Add a finished batch to the account, or take it out again: rollouts that left its groups are waste, also of a skipped update."""
+    if record.dropped.rollouts:
+        account.wasted_tokens[STALE] += sign * record.dropped.tokens
+    for staleness, tokens in record.staleness:
+        account.staleness[staleness] += sign * trained * tokens
 
 
 def _leave_out(account: Account, left_out: ev.LeftOut | None) -> int:

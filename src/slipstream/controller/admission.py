@@ -1,7 +1,7 @@
 """The arithmetic of admission: how many groups may be in flight, on which weights they may run, which may be pulled, how stale they get.
 
-S = max_staleness, P = fresh groups per batch (constant in a run), W = window, T = batches finished, and for one group
-a = the groups ahead of it that may still train (pulled but not finished, or unpulled and earlier in order).
+S = max_staleness, P = fresh groups per batch (constant in a run), W = window (None: unbounded), T = batches finished, and for one group
+a = the groups ahead of it that must train first (pulled but not finished, or unpulled and earlier in order).
 
 Why the bound holds. A group that is handed out when T batches are finished and a groups are ahead of it gets no token older than its
 permit T + floor(a/P) - S. With W = 1 groups are pulled in order, so it trains at step T + floor(a/P) at the latest: filtered or
@@ -16,11 +16,19 @@ with equality for some a. For S = 0 the gate closes as soon as one batch is admi
 Why it needs no global barrier. A slot is given back only when *every* engine in service has confirmed a version that contains the
 group's batch, so in normal running a < (S+1)P minus the groups trained but not confirmed, and every engine already meets the permit of
 what the gate lets through. After a restart or a resume the permit alone holds back exactly what has to wait.
+
+Weights that are published only every k steps: the batches since the newest version, at most k - 1, hold their slots, so
+a < (S+1-(k-1))P = (S+2-k)P groups can be in flight on it. That is one batch at least, and the permits are met, exactly if k <= S + 1.
+
+Without a window (ready first) any finished group may be pulled, so a group may wait for ever and no worst case exists. Only the pulled
+groups must train before it: the permit is then the version that could be trained in bound by the next batch, T + floor(pulled/P) - S,
+and the slots are a number that is set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 
 def num_slots(max_staleness: int, groups_per_step: int) -> int:
@@ -41,13 +49,35 @@ def default_window(max_staleness: int, groups_per_step: int) -> int:
     return 1 if max_staleness == 0 else max(1, 3 * num_slots(max_staleness, groups_per_step) // 10)
 
 
-def worst_staleness(max_staleness: int, groups_per_step: int, window: int) -> int:
-    """The oldest any token can be when it is trained: 0 for S = 0, else S + ceil((W-1)/P); no smaller bound is true.
+def clipped_window(window: int | None, max_staleness: int, groups_per_step: int) -> int | None:
+    """The window under a lower `max_staleness`: at most the new slots, 1 for S = 0; unbounded stays so while there is anything to reorder.
 
-    >>> worst_staleness(0, 4, 1), worst_staleness(1, 4, 1), worst_staleness(1, 4, 2), worst_staleness(2, 3, 9)
-    (0, 1, 2, 5)
+    >>> clipped_window(8, 1, 3), clipped_window(2, 1, 3), clipped_window(8, 0, 3), clipped_window(None, 1, 3), clipped_window(None, 0, 3)
+    (6, 2, 1, None, 1)
     """
+    if max_staleness == 0:
+        return 1
+    return None if window is None else min(window, num_slots(max_staleness, groups_per_step))
+
+
+def worst_staleness(max_staleness: int, groups_per_step: int, window: int | None) -> int | None:
+    """The oldest any token can be when it is trained: 0 for S = 0, else S + ceil((W-1)/P); no smaller bound is true. None: no bound.
+
+    >>> worst_staleness(0, 4, 1), worst_staleness(1, 4, 1), worst_staleness(1, 4, 2), worst_staleness(2, 3, 9), worst_staleness(1, 4, None)
+    (0, 1, 2, 5, None)
+    """
+    if window is None:
+        return None
     return 0 if max_staleness == 0 else max_staleness - (1 - window) // groups_per_step
+
+
+def worst_updates(worst: int | None, updates_per_batch: int) -> int | None:
+    """The same in optimizer updates: those of the batches between, and those of its own batch before the last one.
+
+    >>> worst_updates(1, 1), worst_updates(1, 4), worst_updates(None, 4)
+    (1, 7, None)
+    """
+    return None if worst is None else (worst + 1) * updates_per_batch - 1
 
 
 def slots_taken(unpulled: int, pulled: int, unconfirmed: int) -> int:
@@ -55,9 +85,9 @@ def slots_taken(unpulled: int, pulled: int, unconfirmed: int) -> int:
     return unpulled + pulled + unconfirmed
 
 
-def free_slots(taken: int, max_staleness: int, groups_per_step: int) -> int:
+def free_slots(taken: int, slots: int) -> int:
     """Groups that the gate lets through now; after a resume more may be taken than there are slots."""
-    return max(0, num_slots(max_staleness, groups_per_step) - taken)
+    return max(0, slots - taken)
 
 
 def still_needed(steps: int, next_batch: int, groups_per_step: int, unpulled: int) -> int:
@@ -75,15 +105,20 @@ def permit(finished_batches: int, ahead: int, max_staleness: int, groups_per_ste
 
 
 def pull(
-    places: Sequence[int], pulled: Callable[[int], bool], finished: Callable[[int], bool], window: int, groups_per_step: int
+    places: Sequence[int], pulled: Callable[[int], bool], finished: Callable[[int], bool], window: int | None, groups_per_step: int
 ) -> list[int] | None:
     """The P groups of the next batch in pull order, or None while fewer may be pulled.
+
+    Without a window: the oldest finished ones.
 
     `places` are the groups in order, from the oldest unpulled one; pulled ones among them still count as places, filtered and dropped
     ones are not in it. The window is anchored: any finished group among the W places from the oldest unpulled group may be pulled,
     and the anchor moves only when that oldest group is pulled. (A window over the W oldest *unpulled* groups would let an unbounded
     number pass a slow one.) Of those that may be pulled the oldest is.
     """
+    if window is None:
+        ready = list(islice((g for g in places if not pulled(g) and finished(g)), groups_per_step))
+        return ready if len(ready) == groups_per_step else None
     batch: list[int] = []
     chosen: set[int] = set()
     anchor = 0

@@ -6,11 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 
-from slipstream.controller.events import BatchRecorded, LeftOut
+from slipstream.controller.events import BatchRecorded, LeftOut, StaleRule
 from slipstream.controller.selection import NOT_SELECTED, usable
+from slipstream.controller.stale import tally, treat
 from slipstream.errors import StalenessError
 from slipstream.types import Batch, Group, Rollout
 
@@ -96,56 +96,49 @@ def left_out(rollouts: Sequence[Rollout]) -> LeftOut | None:
     return LeftOut(tokens=dict(tokens), failures=tuple(cause[:MAX_CAUSE_CHARS] for cause in causes))
 
 
-def make_batch(step: int, groups: Sequence[Group], bounds: Sequence[int], max_staleness: int, on_stale: str) -> tuple[Batch, BatchRecorded]:
+def make_batch(step: int, groups: Sequence[Group], bounds: Sequence[int | None], rule: StaleRule) -> tuple[Batch, BatchRecorded]:
     """Batch `step` and the event that records it. The trainer's version when it trains batch s is s, so staleness is s - version.
 
-    `bounds`: the worst staleness derived when each group was admitted; an older token, or one from the future, raises StalenessError.
-    With on_stale = "mask_tokens", tokens older than `max_staleness` leave the loss mask (only a window > 1 lets them occur).
+    `bounds`: the worst staleness derived when each group was admitted (None: there is none); an older token, or one from the future, raises
+    StalenessError. `rule`: what happens to tokens older than its limit; groups that it would drop are not among these.
     """
-    staleness: Counter[int] = Counter()
-    num_samples = num_several = num_masked = 0
-    out = []
     for group, bound in zip(groups, bounds, strict=True):
         _check_bound(step, group, bound)
-        rollouts = []
-        for rollout in group.rollouts:
-            kept = _without_stale(rollout, step - max_staleness) if on_stale == "mask_tokens" else rollout
-            num_masked += int(rollout.loss_mask.sum()) - int(kept.loss_mask.sum())
-            rollouts.append(kept)
-            ages = step - kept.model_versions()[kept.loss_mask]
-            if len(ages):
-                num_samples += 1
-                num_several += len({(s.incarnation, s.version) for s in kept.spans if kept.loss_mask[s.start : s.end].any()}) > 1
-                for age, tokens in enumerate(np.bincount(ages)):
-                    staleness[age] += int(tokens)
-        same = all(a is b for a, b in zip(rollouts, group.rollouts, strict=True))
-        out.append(group if same else msgspec.structs.replace(group, rollouts=tuple(rollouts)))
-    num_loss_tokens = sum(staleness.values())
+    treated = [treat(group, step, rule) for group in groups]
+    made = tuple(t.group for t in treated if t.group is not None)
+    assert len(made) == len(groups), "a group that is to be dropped was pulled"
+    trained = [r for g in made for r in g.rollouts if r.loss_mask.any()]
+    staleness: Counter[int] = Counter()
+    for rollout in trained:
+        for age, tokens in enumerate(np.bincount(step - rollout.model_versions()[rollout.loss_mask])):
+            staleness[age] += int(tokens)
     record = BatchRecorded(
         step=step,
         group_ids=tuple(g.group_id for g in groups),
-        num_loss_tokens=num_loss_tokens,
-        num_samples=num_samples,
-        num_several_versions=num_several,
+        num_loss_tokens=sum(staleness.values()),
+        num_samples=len(trained),
+        num_several_versions=sum(_has_several_versions(r) for r in trained),
         staleness=tuple(sorted((age, tokens) for age, tokens in staleness.items() if tokens)),
-        num_masked_tokens=num_masked,
+        num_masked_tokens=sum(t.num_masked for t in treated),
+        num_down_weighted_tokens=sum(t.num_down_weighted for t in treated),
+        kept=tally(trained),
+        dropped=tally([r for t in treated for r in t.dropped]),
+        rule=rule,
     )
-    return Batch(step=step, groups=tuple(out), num_loss_tokens=num_loss_tokens), record
+    return Batch(step=step, groups=made, num_loss_tokens=record.num_loss_tokens), record
 
 
-def _check_bound(step: int, group: Group, bound: int) -> None:
+def _has_several_versions(rollout: Rollout) -> bool:
+    """Whether its trained tokens were sampled by more than one version."""
+    return len({(s.incarnation, s.version) for s in rollout.spans if rollout.loss_mask[s.start : s.end].any()}) > 1
+
+
+def _check_bound(step: int, group: Group, bound: int | None) -> None:
     for rollout in group.rollouts:
         for span in rollout.spans:
-            if not 0 <= step - span.version <= bound:
+            age = step - span.version
+            if age < 0 or (bound is not None and age > bound):
                 raise StalenessError(
                     f"group {group.group_id} sample {rollout.sample} has tokens of version {span.incarnation}.{span.version} from "
-                    f"{span.engine_id}, to be trained at step {step}: staleness {step - span.version}, allowed are 0 to {bound}"
+                    f"{span.engine_id}, to be trained at step {step}: staleness {age}, allowed are 0 to {'any' if bound is None else bound}"
                 )
-
-
-def _without_stale(rollout: Rollout, oldest: int) -> Rollout:
-    """The rollout with tokens of versions below `oldest` out of the loss mask."""
-    if rollout.oldest_version is None or rollout.oldest_version >= oldest:
-        return rollout
-    versions = rollout.model_versions()
-    return msgspec.structs.replace(rollout, loss_mask=rollout.loss_mask & ~((versions >= 0) & (versions < oldest)))

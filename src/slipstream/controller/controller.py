@@ -193,6 +193,11 @@ class Controller:
         self.core.progress(chunks)
         await self._groups_moved()
 
+    async def interrupted(self, group_id: int, sample: int, attempt: int, num_tokens: int) -> bool:
+        again = self.core.interrupted(group_id, sample, attempt, num_tokens)
+        await self._groups_moved()
+        return again
+
     async def finish_group(self, group: Group) -> None:
         self.core.finish_group(group)
         await self._groups_moved()
@@ -225,7 +230,11 @@ class Controller:
             core.check()
             if core.no_batch(step):
                 return (None,)
+            seq = core.ledger.last_seq
             batch = core.try_batch(step)
+            if batch is None and core.ledger.last_seq > seq:  # stale groups were dropped: their slots are free
+                self.wake()
+                self._commit_later()
             return None if batch is None else (batch,)
 
         # A batch is not late while no engine can work on it: one that loads its model has that role's own deadline.

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from slipstream.config.arithmetic import lowest_staleness
 from slipstream.config.settings import Config
 from slipstream.controller import admission
 from slipstream.controller import events as ev
@@ -114,11 +115,26 @@ class ControllerCore:
             self.journal.record(ev.StopRequested(reason=reason))
 
     def lower_max_staleness(self, reason: str) -> bool:
-        """Allow one version less from now on, as a recorded event; False where it is at its lowest."""
-        if self.state.max_staleness == 0:
+        """Allow one version less from now on, as a recorded event; False where it is at its lowest.
+
+        Groups admitted before are held to the bound that was derived then; their permits and what happens to them when they are stale go by
+        the new number.
+        """
+        state = self.state
+        lower = state.max_staleness - 1
+        if lower < lowest_staleness(self.config):
             return False
-        self.journal.record(ev.SettingsChanged(changes={"buffer.max_staleness": self.state.max_staleness - 1}, reason=reason))
+        window = admission.clipped_window(state.window, lower, state.groups_per_step)
+        changes = {"buffer.max_staleness": lower, "buffer.window": window}
+        self.journal.record(ev.SettingsChanged(changes=changes, reason=reason))
+        self._give_up_stale()
         return True
+
+    def _give_up_stale(self) -> None:
+        """on_stale = "cancel_early": what no batch can train within max_staleness any more gives up its slot now."""
+        if self.config.buffer.on_stale == "cancel_early":
+            self.delivery.drop_stale()
+            self.intake.cancel_stale()
 
     # -- rollout worker
 
@@ -129,17 +145,24 @@ class ControllerCore:
             return Work(stop=True)
         evaluation = self.evaluations.order()
         assignments = self.intake.hand_out(room)
-        if evaluation is None and not assignments:
+        cancel = self.intake.cancellations()
+        if evaluation is None and not assignments and not cancel:
             return None
-        return Work(assignments=tuple(assignments), evaluation=evaluation)
+        return Work(assignments=tuple(assignments), evaluation=evaluation, cancel=cancel)
 
     def progress(self, chunks: Sequence[PrefixChunk]) -> None:
         self.check()
         self.intake.progress(chunks)
+        self._give_up_stale()
+
+    def interrupted(self, group_id: int, sample: int, attempt: int, num_tokens: int) -> bool:
+        self.check()
+        return self.intake.interrupted(group_id, sample, attempt, num_tokens)
 
     def finish_group(self, group: Group) -> None:
         self.check()
         self.intake.finish_group(group)
+        self._give_up_stale()
 
     def finish_evaluation(self, result: EvalResult) -> None:
         self.check()
@@ -157,8 +180,12 @@ class ControllerCore:
         return step >= self.config.trainer.steps or self.stopping
 
     def try_batch(self, step: int) -> Batch | None:
+        """Batch `step`; None until P groups may be pulled. Stale groups may be dropped in either case, which frees their slots."""
         self.check()
-        return self.delivery.try_batch(step)
+        batch = self.delivery.try_batch(step)
+        if batch is not None:
+            self._give_up_stale()
+        return batch
 
     def finish_step(self, report: StepReport) -> None:
         self.check()
@@ -223,12 +250,20 @@ class ControllerCore:
     # -- engines
 
     def try_weights(self, engine_id: str, incarnation: int, version: int) -> WeightsOffer | None:
-        """Lease weights newer than the engine's; None while there are none. An engine's first call puts it in service."""
+        """Lease weights newer than the engine's; None while there are none. An engine's first call puts it in service.
+
+        With interrupt = "barrier" they come only between two rounds of generation; the first ones at once.
+        """
         self.check()
         known = self.state.engines.get(engine_id)
         if known is None or (known >= 0 and version < 0):
             self.journal.record(ev.EngineAdded(engine_id=engine_id))
-        return self.broker.lease(engine_id, incarnation, version)
+        barrier = self.config.rollout.interrupt == "barrier" and self.state.engines[engine_id] >= 0
+        if barrier and not (self.intake.round_over or self.stopping):
+            return None
+        offer = self.broker.lease(engine_id, incarnation, version)
+        self.intake.takes_weights(engine_id, offer is not None)
+        return offer
 
     def confirm_weights(self, slot: int, report: EngineReport) -> None:
         self.check()
@@ -236,10 +271,12 @@ class ControllerCore:
         check_report(self.state, report)
         confirmed = ev.EngineConfirmed(engine_id=report.engine_id, version=report.version, checksum=report.checksum, sync_s=report.sync_s)
         self.journal.record(confirmed)
+        self.intake.takes_weights(report.engine_id, False)
         self.delivery.synced(report.sync_s)
 
     def engine_gone(self, engine_id: str, reason: str = "") -> None:
         self.broker.drop_engine(engine_id)
+        self.intake.takes_weights(engine_id, False)
         if engine_id in self.state.engines:
             self.journal.record(ev.EngineRemoved(engine_id=engine_id, reason=reason))
 
@@ -257,6 +294,6 @@ class ControllerCore:
     def why_no_work(self) -> str:
         """Why a worker gets nothing, in words."""
         state = self.state
-        slots = admission.num_slots(state.max_staleness, state.groups_per_step)
         engines = ", ".join(f"{name} at version {v}" for name, v in sorted(state.engines.items())) or "no engine in service"
-        return f"{state.slots_taken} of {slots} slots are taken, {state.step} of {self.config.trainer.steps} steps are made, {engines}"
+        slots = f"{state.slots_taken} of {state.num_slots} slots are taken"
+        return f"{slots}, {state.step} of {self.config.trainer.steps} steps are made, {engines}"

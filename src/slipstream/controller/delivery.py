@@ -6,15 +6,16 @@ from copy import deepcopy
 from typing import Any
 
 from slipstream.config.settings import Config
-from slipstream.controller import buffer
+from slipstream.controller import buffer, stale
 from slipstream.controller import events as ev
 from slipstream.controller.journal import Journal
 from slipstream.controller.metrics_line import growth, step_line
-from slipstream.controller.state import RunState
+from slipstream.controller.run_state import LiveGroup
+from slipstream.controller.state import STALE, RunState
 from slipstream.controller.timing import StepTimes
 from slipstream.errors import LedgerError, RunFailed
 from slipstream.protocols import Clock
-from slipstream.types import Batch, Group, StepReport
+from slipstream.types import Batch, Group, GroupStatus, StepReport
 
 
 class Delivery:
@@ -52,13 +53,43 @@ class Delivery:
             self._batches[step] = batch
         return batch
 
+    def drop_stale(self) -> None:
+        """on_stale = "drop", "cancel_early": finished groups that are too old for the next batch, and so for all, give up their places.
+
+        A group that starts now is never too old for the next batch (its permit says so), so this cannot go on without a batch.
+        """
+        step = self._state.next_batch
+        rule = stale.rule_of(self._config.buffer, self._state.max_staleness)
+        if rule.on_stale not in stale.DROPPING:
+            return
+        finished = [g for g in self._state.live.values() if g.status is GroupStatus.FINISHED]
+        for live in [g for g in finished if 0 <= g.oldest_version < step - rule.limit]:
+            group = self._group(live.group_id, live.attempt)
+            if stale.treat(group, step, rule).group is None:
+                self._drop(live, group, step)
+
+    def _drop(self, live: LiveGroup, group: Group, step: int) -> None:
+        self._groups.pop(live.group_id, None)
+        self._journal.record(
+            ev.Dropped(
+                group_id=live.group_id,
+                attempt=live.attempt,
+                reason=STALE,
+                cause=f"too old for step {step}: tokens of version {live.oldest_version}",
+                num_tokens=live.num_tokens,
+                lost=stale.tally(group.rollouts),
+            )
+        )
+
     def _new_batch(self, step: int) -> Batch | None:
+        self.drop_stale()
         ids = self._state.next_pull()
         if ids is None:
             return None
         live = [self._state.live[i] for i in ids]
         groups = [self._group(g.group_id, g.attempt) for g in live]
-        batch, record = self._make_batch(step, groups, [g.bound for g in live])
+        rule = stale.rule_of(self._config.buffer, self._state.max_staleness)
+        batch, record = buffer.make_batch(step, groups, [g.bound for g in live], rule)
         self._journal.record(record)
         self._warn_if_flat(step, groups)
         return batch
@@ -69,13 +100,10 @@ class Delivery:
         if recorded is None:
             raise LedgerError(f"batch {step} is trained and covered by every kept checkpoint; its groups are gone")
         groups = [self._group(m.group_id, m.attempt) for m in recorded.members]
-        batch, record = self._make_batch(step, groups, [m.bound for m in recorded.members])
+        batch, record = buffer.make_batch(step, groups, [m.bound for m in recorded.members], recorded.record.rule)
         if record != recorded.record:
             raise LedgerError(f"batch {step} does not come out as it was recorded: {record} instead of {recorded.record}")
         return batch
-
-    def _make_batch(self, step: int, groups: list[Group], bounds: list[int]) -> tuple[Batch, ev.BatchRecorded]:
-        return buffer.make_batch(step, groups, bounds, self._state.max_staleness, self._config.buffer.on_stale)
 
     def _group(self, group_id: int, attempt: int) -> Group:
         group = self._groups.get(group_id)
@@ -85,6 +113,8 @@ class Delivery:
 
     def _warn_if_flat(self, step: int, groups: list[Group]) -> None:
         """Say that a whole step has nothing to learn from: the first time in a row, then ever more rarely."""
+        if self._config.loss.teacher is not None:
+            return  # it teaches at any reward
         if not all(buffer.has_zero_variance(g.rewards) for g in groups):
             self._flat_steps = 0
             return

@@ -37,8 +37,10 @@ class RunStarted(Event, tag="run_started", frozen=True, kw_only=True):
     point: Point | None = None  # None: no checkpoint, from the initial model
     kept: tuple[int, ...] = ()  # steps of the checkpoints in the folder
     max_staleness: int
+    lowered: int = 0  # max_staleness is so much below the setting: thresholds lowered it, in this incarnation or an earlier one
     groups_per_step: int
-    window: int
+    window: int | None  # None: unbounded
+    max_groups: int = 0  # in flight without a window
     group_size: int
     seed: int
     data_fingerprint: str
@@ -63,15 +65,58 @@ class Admitted(Event, tag="admitted", frozen=True, kw_only=True):
     epoch: int
     position: int
     min_version: int  # its permit
-    bound: int  # worst staleness derived when it was admitted; checked at consumption
+    bound: int | None  # worst staleness derived when it was admitted; checked at consumption; None: there is none
     purpose: str = "train"
     origin: str = "pulled"
 
 
 class PrefixesRecorded(Event, tag="prefixes_recorded", frozen=True, kw_only=True):
-    """Sampled tokens of running rollouts: (group_id, sample, attempt, start, tokens) per chunk."""
+    """Sampled tokens of running rollouts: (group_id, sample, attempt, start, tokens, oldest version among them) per chunk."""
 
-    chunks: tuple[tuple[int, int, int, int, int], ...]
+    chunks: tuple[tuple[int, int, int, int, int, int], ...]
+
+
+class SampleInterrupted(Event, tag="sample_interrupted", frozen=True, kw_only=True):
+    """New weights stopped one rollout of a running group; it starts anew, its tokens are discarded."""
+
+    group_id: int
+    sample: int
+    attempt: int  # of the rollout: the group's, and one for each time that it was started anew
+    num_tokens: int = 0
+
+
+class Tally(msgspec.Struct, frozen=True, array_like=True):
+    """Lengths and rewards of some rollouts, as sums, so that means over many events are true."""
+
+    rollouts: int = 0
+    tokens: int = 0  # sampled
+    rewarded: int = 0  # rollouts with a reward
+    reward: float = 0.0
+
+    def plus(self, other: Tally, sign: int = 1) -> Tally:
+        return Tally(
+            self.rollouts + sign * other.rollouts,
+            self.tokens + sign * other.tokens,
+            self.rewarded + sign * other.rewarded,
+            self.reward + sign * other.reward,
+        )
+
+    @property
+    def mean_tokens(self) -> float | None:
+        return self.tokens / self.rollouts if self.rollouts else None
+
+    @property
+    def mean_reward(self) -> float | None:
+        return self.reward / self.rewarded if self.rewarded else None
+
+
+class StaleRule(msgspec.Struct, frozen=True, array_like=True):
+    """What happened to data that was too old for a batch: `buffer.on_stale` and its settings when it was recorded."""
+
+    on_stale: str = "keep"
+    level: str = "token"  # token | rollout | group
+    limit: int = 0  # versions: max_staleness then
+    decay: float = 1.0  # of down_weight
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -91,7 +136,7 @@ class GroupFinished(Event, tag="group_finished", frozen=True, kw_only=True):
     group_id: int
     attempt: int
     rewards: tuple[float, ...]
-    oldest_version: int
+    oldest_version: int  # of its trained tokens; -1: there are none
     newest_version: int
     num_tokens: int  # sampled
     left_out: LeftOut | None = None  # of an oversampled group
@@ -116,11 +161,14 @@ class Filtered(Event, tag="filtered", frozen=True, kw_only=True):
 
 
 class Dropped(Event, tag="dropped", frozen=True, kw_only=True):
+    """The group ends here: running, or finished where it is stale."""
+
     group_id: int
     attempt: int
-    reason: str  # kind: "failed", "bad data"; rewound groups have no event of their own, the RunStarted of the rewind drops them
+    reason: str  # "failed", "bad data", "interrupted", "stale", ...; rewound groups have no event, the RunStarted of the rewind drops them
     cause: str = ""
     num_tokens: int = 0
+    lost: Tally = Tally()  # of a stale one: its rollouts; of a running one their tokens so far, without rewards
 
 
 class BatchRecorded(Event, tag="batch_recorded", frozen=True, kw_only=True):
@@ -133,6 +181,10 @@ class BatchRecorded(Event, tag="batch_recorded", frozen=True, kw_only=True):
     num_several_versions: int  # of those, sampled by more than one version
     staleness: tuple[tuple[int, int], ...]  # (staleness, unmasked tokens), sorted
     num_masked_tokens: int = 0  # masked because they were stale
+    num_down_weighted_tokens: int = 0  # trained with less weight because they were stale
+    kept: Tally = Tally()  # its rollouts
+    dropped: Tally = Tally()  # rollouts that left its groups because they were stale
+    rule: StaleRule = StaleRule()  # by which: a batch comes out equal whatever changes later
     policy: str = "main"
 
 
@@ -141,7 +193,7 @@ class StepFinished(Event, tag="step_finished", frozen=True, kw_only=True):
 
     step: int
     version: int  # step + 1, also of a skipped update
-    checksum: str
+    checksum: str  # "": the version is not published
     skipped: str | None = None
     step_s: float = 0.0
     active_s: float = 0.0  # since the first admission or the last step
@@ -157,6 +209,8 @@ class ThresholdsJudged(Event, tag="thresholds_judged", frozen=True, kw_only=True
 
 
 class VersionPublished(Event, tag="version_published", frozen=True, kw_only=True):
+    """Engines can get the weights after batch `version` - 1. Not every version is published: see `weight_sync.every`."""
+
     version: int
     checksum: str
     policy: str = "main"
@@ -228,6 +282,7 @@ AnyEvent = (
     | SettingsChanged
     | Admitted
     | PrefixesRecorded
+    | SampleInterrupted
     | GroupFinished
     | AttemptFailed
     | Filtered

@@ -1,4 +1,9 @@
-"""Where groups enter and come back: draws through the gate, permits, recorded prefixes, retries, filters, and runs that get nowhere."""
+"""Where groups enter and come back: draws through the gate, permits, recorded prefixes, retries, filters, cancellations, and runs that get
+nowhere.
+
+With interrupt = "barrier" generation and new weights take turns: no group is handed out that needs newer weights than every engine holds,
+and `core` offers weights only while `round_over`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,9 @@ from slipstream.controller import admission, buffer, selection
 from slipstream.controller import events as ev
 from slipstream.controller.cursor import Cursor
 from slipstream.controller.journal import Journal
-from slipstream.controller.state import RunState
+from slipstream.controller.run_state import LiveGroup
+from slipstream.controller.stale import oldest_trained
+from slipstream.controller.state import INTERRUPTED, STALE, RunState, short_cause
 from slipstream.controller.timing import StepTimes
 from slipstream.errors import LedgerError, RunFailed
 from slipstream.protocols import Clock
@@ -39,6 +46,8 @@ class Intake:
         self._unassigned: list[int] = []  # running groups that no worker has, ascending
         self._running_since: dict[int, float] = {}  # handed-out groups -> when
         self._ended_samples: dict[int, set[int]] = {}  # handed-out groups -> samples whose generation has ended
+        self._cancelled: list[tuple[int, int]] = []  # (group_id, attempt) that a worker still runs and has not been told of
+        self._taking_weights: set[str] = set()  # engines between two versions
         self.reassign_running()
 
     @property
@@ -46,42 +55,66 @@ class Intake:
         return self._journal.state
 
     @property
-    def _bound(self) -> int:
-        return admission.worst_staleness(self._state.max_staleness, self._state.groups_per_step, self._state.window)
+    def _newest_allowed(self) -> int:
+        """Groups whose permit is above this wait here, where no deadline of theirs runs: no engine can have such a version yet, or under a
+        barrier none has it and none will while groups are out."""
+        if self._config.rollout.interrupt == "barrier":
+            return -1 if self._taking_weights else self._state.confirmed
+        return self._state.newest
+
+    @property
+    def may_hand_out(self) -> bool:
+        """Whether some group, one that comes back or a new one, may run now."""
+        return self._may_go_on or self.gate > 0
 
     @property
     def _may_go_on(self) -> bool:
         """Whether the first group that no worker has may run on some engine."""
-        return bool(self._unassigned) and self._state.permit(self._unassigned[0]) <= self._state.step
+        return bool(self._unassigned) and self._state.permit(self._unassigned[0]) <= self._newest_allowed
 
     @property
     def gate(self) -> int:
-        """New groups that may be admitted now."""
+        """New groups that may be admitted now; the first of them may run on some engine."""
         state = self._state
         needed = admission.still_needed(self._config.trainer.steps, state.next_batch, state.groups_per_step, len(state.live))
-        return min(needed, admission.free_slots(state.slots_taken, state.max_staleness, state.groups_per_step))
+        if state.permit(state.next_draw) > self._newest_allowed:
+            return 0
+        return min(needed, admission.free_slots(state.slots_taken, state.num_slots))
+
+    @property
+    def round_over(self) -> bool:
+        """interrupt = "barrier": nothing runs, and nothing can on the weights there are. Also while no worker has asked since the start or
+        since it stopped: what it will be given runs on the newest weights, after a resume as in a run that only paused."""
+        return not self._running_since and (self._at_rest or not self.may_hand_out)
+
+    def takes_weights(self, engine_id: str, now: bool) -> None:
+        """The engine is between two versions, or (with now = False) holds one again, or is gone."""
+        (self._taking_weights.add if now else self._taking_weights.discard)(engine_id)
 
     def hand_out(self, room: int) -> list[Assignment]:
-        """Groups to be tried again or to go on come first, in order, as far as their permits allow; then new draws through the gate.
-
-        A permit above the newest finished version cannot be met by any engine yet: such a group waits here, where no deadline of its runs.
-        """
+        """Groups to be tried again or to go on come first, in order, as far as their permits allow; then new draws through the gate."""
         out: list[Assignment] = []
         while len(out) < room and self._may_go_on:
             out.append(self._assignment(self._unassigned.pop(0)))
-        for _ in range(min(room - len(out), self.gate)):
+        while len(out) < room and self.gate > 0:
             out.append(self._assignment(self._draw()))
         if out:
+            self._at_rest = False
             self._times.admitted(self._clock.now())
         return out
+
+    def cancellations(self) -> tuple[tuple[int, int], ...]:
+        """(group_id, attempt) of running groups that were dropped since the last call: the worker ends them."""
+        cancelled, self._cancelled = tuple(self._cancelled), []
+        return cancelled
 
     def _draw(self) -> int:
         state = self._state
         group_id = state.next_draw
         position = state.redraw[0] if state.redraw else state.position
         row, epoch = self._cursor.row_at(position)
-        permit = admission.permit(state.step, state.pulled + len(state.live), state.max_staleness, state.groups_per_step)
-        drawn = ev.Admitted(group_id=group_id, row=row, epoch=epoch, position=position, min_version=max(0, permit), bound=self._bound)
+        permit = max(0, state.permit(group_id))
+        drawn = ev.Admitted(group_id=group_id, row=row, epoch=epoch, position=position, min_version=permit, bound=state.bound)
         self._journal.record(drawn)
         return group_id
 
@@ -94,14 +127,17 @@ class Intake:
             draw=Draw(number=group_id, row=group.row, epoch=group.epoch, dataset=self._data_fingerprint),
             row=self._rows[group.row],
             min_version=max(0, self._state.permit(group_id)),
-            prefixes=self._journal.ledger.prefixes(group_id, group.attempt) if group.prefix_tokens else (),
+            prefixes=self._journal.ledger.prefixes(group_id, group.attempt_of) if group.prefix_tokens else (),
+            retries=dict(group.retries),
         )
 
     def reassign_running(self) -> None:
-        """Hand every running group out again, with its recorded prefix."""
+        """Hand every running group out again, with its recorded prefix: no worker has any."""
         self._unassigned = sorted(g.group_id for g in self._state.live.values() if g.status is GroupStatus.RUNNING)
         self._running_since.clear()
         self._ended_samples.clear()
+        self._cancelled.clear()
+        self._at_rest = True
 
     def free_engine_slots(self) -> float:
         """The share of engine slots that stand free behind the closed gate."""
@@ -117,7 +153,7 @@ class Intake:
         lengths: dict[tuple[int, int], int] = {}
         for chunk in sorted(chunks, key=lambda c: (c.group_id, c.sample, c.start)):
             group = self._state.live.get(chunk.group_id)
-            if group is None or group.status is not GroupStatus.RUNNING or group.attempt != chunk.attempt:
+            if group is None or group.status is not GroupStatus.RUNNING or group.attempt_of(chunk.sample) != chunk.attempt:
                 continue
             key = (chunk.group_id, chunk.sample)
             length = lengths.get(key, group.prefix_tokens.get(chunk.sample, 0))
@@ -129,7 +165,9 @@ class Intake:
                 lengths[key] = end
         if not fresh:
             return
-        facts = tuple((c.group_id, c.sample, c.attempt, c.start, len(c.token_ids)) for c in fresh)
+        facts = tuple(
+            (c.group_id, c.sample, c.attempt, c.start, len(c.token_ids), min((s.version for s in c.spans), default=-1)) for c in fresh
+        )
         self._journal.record(ev.PrefixesRecorded(chunks=facts), *fresh)
         for chunk in fresh:
             self._note_end(chunk)
@@ -137,6 +175,53 @@ class Intake:
     def _note_end(self, chunk: PrefixChunk) -> None:
         if chunk.stop_reason is not None and chunk.group_id in self._running_since:
             self._ended_samples.setdefault(chunk.group_id, set()).add(chunk.sample)
+
+    def interrupted(self, group_id: int, sample: int, attempt: int, num_tokens: int) -> bool:
+        """New weights stopped a rollout: whether it may start anew. A second report of the same attempt gets the same answer."""
+        group = self._state.live.get(group_id)
+        if group is None or group.status is not GroupStatus.RUNNING or attempt < group.attempt:
+            return False
+        if attempt < group.attempt_of(sample):
+            return True
+        if group.retries.get(sample, 0) >= self._config.rollout.max_interrupts:
+            return False
+        self._journal.record(ev.SampleInterrupted(group_id=group_id, sample=sample, attempt=attempt, num_tokens=num_tokens))
+        return True
+
+    def cancel_stale(self) -> None:
+        """Drop the running groups that no batch can train within max_staleness any more (on_stale = "cancel_early").
+
+        A recorded token is as old as its version says, and the earliest step that can train its group is the next batch's. Tokens that are
+        not recorded yet (up to a chunk, and all of rollouts with several turns) prove nothing: a group may be dropped later than it could
+        be, but never while it could still be consumed in bound. Its place and slot are free at once.
+        """
+        state = self._state
+        oldest_useful = state.next_batch - state.max_staleness
+        for group in [g for g in state.live.values() if g.status is GroupStatus.RUNNING and g.prefix_versions]:
+            if (oldest := min(group.prefix_versions.values())) < oldest_useful:
+                self._cancel(group, oldest)
+
+    def _cancel(self, group: LiveGroup, oldest: int) -> None:
+        num_tokens = sum(group.prefix_tokens.values())
+        dropped = ev.Dropped(
+            group_id=group.group_id,
+            attempt=group.attempt,
+            reason=STALE,
+            cause=f"cancelled: a token of version {oldest} cannot be trained before step {self._state.next_batch}",
+            num_tokens=num_tokens,
+            lost=ev.Tally(rollouts=self._config.rollout.num_samples, tokens=num_tokens),
+        )
+        self._journal.record(dropped)
+        if group.group_id in self._running_since:
+            self._cancelled.append((group.group_id, group.attempt))
+        self._forget(group.group_id)
+
+    def _forget(self, group_id: int) -> None:
+        """The group does not run any more."""
+        self._running_since.pop(group_id, None)
+        self._ended_samples.pop(group_id, None)
+        if group_id in self._unassigned:
+            self._unassigned.remove(group_id)
 
     def finish_group(self, group: Group) -> None:
         """Take in a group that has run. A second report of the same attempt changes nothing."""
@@ -147,10 +232,7 @@ class Intake:
             return
         if group.draw.row != live.row:
             raise LedgerError(f"group {group.group_id} comes back with row {group.draw.row}, drawn was row {live.row}")
-        self._running_since.pop(group.group_id, None)
-        self._ended_samples.pop(group.group_id, None)
-        if group.group_id in self._unassigned:
-            self._unassigned.remove(group.group_id)
+        self._forget(group.group_id)
         facts: dict[str, Any] = {"group_id": group.group_id, "attempt": group.attempt, "num_tokens": buffer.num_sampled_tokens(group)}
         failure = buffer.failure_of(group, self._state.group_size)
         if failure is not None:
@@ -170,9 +252,14 @@ class Intake:
         elif self._config.buffer.filter_zero_variance and buffer.has_zero_variance(group.rewards):
             self._journal.record(ev.Filtered(reason="zero variance", rewards=tuple(group.rewards), left_out=left_out, **facts))
         else:
-            versions = [s.version for r in group.rollouts for s in r.spans]
-            oldest, newest = min(versions, default=-1), max(versions, default=-1)
-            seen = {"rewards": tuple(group.rewards), "oldest_version": oldest, "newest_version": newest, "left_out": left_out}
+            oldest = oldest_trained(group)
+            newest = max((s.version for r in group.rollouts for s in r.spans), default=-1)
+            seen = {
+                "rewards": tuple(group.rewards),
+                "oldest_version": -1 if oldest is None else oldest,
+                "newest_version": newest,
+                "left_out": left_out,
+            }
             self._journal.record(ev.GroupFinished(**seen, **facts), group)
             self._keep(group)
 
@@ -180,7 +267,9 @@ class Intake:
         if cause.startswith(UNFIT_CAUSES):
             self._journal.observer.note(f"group {facts['group_id']} is skipped: {cause}")
             self._journal.record(ev.Dropped(reason=cause.split(":")[0], cause=cause, **facts))
-        elif facts["attempt"] + 1 < self._config.rollout.max_attempts:
+        elif short_cause(cause) == INTERRUPTED:
+            self._journal.record(ev.Dropped(reason=INTERRUPTED, cause=cause, **facts))
+        elif self._state.live[facts["group_id"]].failures + 1 < self._config.rollout.max_attempts:
             self._journal.record(ev.AttemptFailed(cause=cause, **facts))
             insort(self._unassigned, facts["group_id"])
         else:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -148,13 +148,13 @@ class LedgerReader:
     def has_group(self, group_id: int) -> bool:
         return self._one("SELECT count(*) FROM groups WHERE group_id = ?", group_id) > 0
 
-    def prefixes(self, group_id: int, attempt: int) -> tuple[PrefixChunk, ...]:
-        """The recorded prefix of each sample that has one, merged."""
-        rows = self._rows("SELECT payload FROM prefixes WHERE group_id = ? AND attempt = ? ORDER BY sample, start", group_id, attempt)
+    def prefixes(self, group_id: int, attempt_of: Callable[[int], int]) -> tuple[PrefixChunk, ...]:
+        """The recorded prefix of each sample that has one, merged. `attempt_of(sample)` is the attempt that runs; other chunks are dead."""
+        rows = self._rows("SELECT sample, attempt, payload FROM prefixes WHERE group_id = ? ORDER BY sample, start", group_id)
         samples: dict[int, list[PrefixChunk]] = {}
-        for (payload,) in rows:
-            chunk = decode(payload, PrefixChunk)
-            samples.setdefault(chunk.sample, []).append(chunk)
+        for sample, attempt, payload in rows:
+            if attempt == attempt_of(sample):
+                samples.setdefault(sample, []).append(decode(payload, PrefixChunk))
         return tuple(merge_chunks(chunks) for chunks in samples.values())
 
     def batch(self, step: int) -> ev.BatchRecorded | None:

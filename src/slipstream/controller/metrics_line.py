@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.controller import admission
 from slipstream.controller.buffer import has_zero_variance
 from slipstream.controller.events import BatchRecorded, StepFinished
-from slipstream.controller.run_state import RunState, Totals
+from slipstream.controller.run_state import Member, RunState, Totals
 from slipstream.types import Group, StepReport
 
 PER_STEP = ("generated_tokens", "filtered", "dropped", "wasted_tokens", "failures")  # of `Totals`
@@ -39,11 +38,14 @@ def step_line(
         **reward_stats(groups),
         **_lengths(groups),
         **staleness_stats(dict(record.staleness)),
-        "staleness_bound": max((m.bound for m in state.batches[report.step].members), default=0),
+        "max_staleness": state.max_staleness,
+        "staleness_bound": _bound(state.batches[report.step].members),
         "several_versions_fraction": _ratio(record.num_several_versions, record.num_samples),
         **version_spreads(groups),
         **_interrupts(groups),
         "masked_stale_tokens": record.num_masked_tokens,
+        "down_weighted_tokens": record.num_down_weighted_tokens,
+        **dropping_bias(state.totals),
         "trainer_idle_fraction": _ratio(finished.trainer_wait_s, finished.trainer_active_s),
         "rollout_idle_fraction": _ratio(finished.rollout_idle_s, active),
         "generated_tokens_per_s": _ratio(grown.generated_tokens, active),
@@ -51,7 +53,7 @@ def step_line(
         "trained_samples_per_s": _ratio(record.num_samples, active),
         "buffer_groups": state.num_finished,
         "slots_taken": state.slots_taken,
-        "slots": admission.num_slots(state.max_staleness, state.groups_per_step),
+        "slots": state.num_slots,
         "weight_sync_s": weight_sync_s,
         "step_s": report.step_s,
         "wait_s": report.wait_s,
@@ -73,6 +75,26 @@ def growth(before: Totals, now: Totals) -> Totals:
     Counter({'aborted': 1})
     """
     return Totals(**{name: getattr(now, name) - getattr(before, name) for name in PER_STEP})
+
+
+def _bound(members: Sequence[Member]) -> int | None:
+    """The worst staleness that was derived for these groups; None: there is none for some."""
+    bounds = [m.bound for m in members]
+    return None if None in bounds else max((b for b in bounds if b is not None), default=0)
+
+
+def dropping_bias(totals: Totals) -> dict[str, Any]:
+    """Mean length and mean reward of the rollouts that the run has dropped because they were stale, beside those it has trained; nothing
+    where it has dropped none. A running rollout that was cancelled counts with its tokens so far, and has no reward."""
+    if not totals.stale.rollouts:
+        return {}
+    return {
+        "stale_dropped_rollouts": totals.stale.rollouts,
+        "stale_dropped_tokens_mean": totals.stale.mean_tokens,
+        "stale_trained_tokens_mean": totals.trained.mean_tokens,
+        "stale_dropped_reward_mean": totals.stale.mean_reward,
+        "stale_trained_reward_mean": totals.trained.mean_reward,
+    }
 
 
 def reward_stats(groups: Sequence[Group]) -> dict[str, Any]:

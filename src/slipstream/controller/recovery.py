@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.config import Config, settings_hash
+from slipstream.config.arithmetic import pull_window
 from slipstream.controller import checkpoints
 from slipstream.controller import events as ev
-from slipstream.controller.admission import default_window
+from slipstream.controller.admission import clipped_window
 from slipstream.controller.ledger import Ledger
 from slipstream.controller.state import RunState, apply, fold
 from slipstream.errors import CheckpointError, ResumeError
@@ -83,15 +84,18 @@ def start_run(ledger: Ledger, folder: Path, config: Config, identity: Identity, 
 
 
 def _started(state: RunState, config: Config, identity: Identity, start: Start, *, incarnation: int, run_id: str, **more) -> ev.RunStarted:
-    stale, per_step = config.buffer.max_staleness, config.trainer.groups_per_step
+    per_step = config.trainer.groups_per_step
+    stale = max(0, config.buffer.max_staleness - state.lowered)  # what thresholds lowered stays so over a resume
     return ev.RunStarted(
         run_id=run_id,
         incarnation=incarnation,
         kind=start.kind,
         from_step=start.step,
         max_staleness=stale,
+        lowered=config.buffer.max_staleness - stale,
         groups_per_step=per_step,
-        window=1 if stale == 0 else config.buffer.window or default_window(stale, per_step),
+        window=clipped_window(pull_window(config), stale, per_step),
+        max_groups=config.buffer.max_groups or 0,
         group_size=config.rollout.group_size,
         seed=config.run.seed,
         data_fingerprint=identity.data_fingerprint,

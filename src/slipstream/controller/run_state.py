@@ -23,12 +23,20 @@ class LiveGroup:
     row: int
     epoch: int
     position: int
-    bound: int  # worst staleness derived at admission
+    bound: int | None  # worst staleness derived at admission; None: there is none
     min_version: int
     status: GroupStatus = GroupStatus.RUNNING
     attempt: int = 0
+    failures: int = 0  # attempts that failed
+    retries: dict[int, int] = field(default_factory=dict)  # sample -> times it was started anew in this attempt
     num_tokens: int = 0  # of the finished attempt's rollouts, of those kept where they were oversampled
     prefix_tokens: dict[int, int] = field(default_factory=dict)  # sample -> recorded tokens of this attempt
+    prefix_versions: dict[int, int] = field(default_factory=dict)  # sample -> oldest version among them
+    oldest_version: int = -1  # of the finished attempt's trained tokens; -1: there are none
+
+    def attempt_of(self, sample: int) -> int:
+        """The attempt of one rollout: the group's, and one more each time it was started anew."""
+        return self.attempt + self.retries.get(sample, 0)
 
 
 @dataclass(slots=True, frozen=True)
@@ -40,7 +48,7 @@ class Member:
     row: int
     epoch: int
     position: int
-    bound: int
+    bound: int | None
     num_tokens: int
 
 
@@ -71,7 +79,10 @@ class Totals:
     trained_samples: int = 0
     trained_tokens: int = 0
     several_versions: int = 0  # trained samples with more than one version
-    masked_tokens: int = 0
+    masked_tokens: int = 0  # stale ones, out of the loss mask
+    down_weighted_tokens: int = 0  # stale ones, trained with less weight
+    trained: ev.Tally = field(default_factory=ev.Tally)  # rollouts that were trained
+    stale: ev.Tally = field(default_factory=ev.Tally)  # rollouts that were dropped because they were stale, to be held against those
     skipped_steps: int = 0
     staleness: Counter[int] = field(default_factory=Counter)  # staleness -> trained tokens
     filtered: int = 0
@@ -91,7 +102,9 @@ class RunState:
     incarnation: int = 0
     max_staleness: int = 0  # S
     groups_per_step: int = 1  # P
-    window: int = 1  # W
+    window: int | None = 1  # W; None: unbounded
+    max_groups: int = 0  # in flight without a window
+    lowered: int = 0  # S is so much below the setting, by thresholds
     group_size: int = 1  # G
 
     next_draw: int = 0  # = the next group id
@@ -129,6 +142,16 @@ class RunState:
         return sum(len(self.batches[s].members) for s in range(self.step, self.next_batch))
 
     @property
+    def num_slots(self) -> int:
+        """Groups in flight at most."""
+        return self.max_groups if self.window is None else admission.num_slots(self.max_staleness, self.groups_per_step)
+
+    @property
+    def bound(self) -> int | None:
+        """The worst staleness of what is admitted now; None: there is none."""
+        return admission.worst_staleness(self.max_staleness, self.groups_per_step, self.window)
+
+    @property
     def slots_taken(self) -> int:
         return admission.slots_taken(len(self.live), self.pulled, sum(count for _, count in self.unconfirmed))
 
@@ -138,13 +161,18 @@ class RunState:
         return min(self.engines.values(), default=-1)
 
     @property
+    def newest(self) -> int:
+        """The newest version that engines can get, or will get when the start weights are published."""
+        return max(self.published, default=self.step)
+
+    @property
     def num_finished(self) -> int:
         """Finished groups in the buffer."""
         return sum(g.status is GroupStatus.FINISHED for g in self.live.values())
 
     def ahead(self, group_id: int) -> int:
-        """a: groups that may still train before this one."""
-        return self.pulled + bisect_left(self.order, group_id)
+        """a: groups that must train before this one."""
+        return self.pulled + (0 if self.window is None else bisect_left(self.order, group_id))
 
     def permit(self, group_id: int) -> int:
         return admission.permit(self.step, self.ahead(group_id), self.max_staleness, self.groups_per_step)

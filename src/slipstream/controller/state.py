@@ -8,7 +8,8 @@ A group is in exactly one place:
 
     admitted ──► RUNNING ──► FINISHED ──► BATCHED ──► TRAINED          counted when its step has finished
                   │ ▲  │         │
-                  └─┘  └────────►└──► FILTERED, DROPPED(reason)        (failed attempt: RUNNING again, same place)
+                  └─┘  └────────►└──► FILTERED, DROPPED(reason)        (failed attempt: RUNNING again, same place;
+                                                                        only what is stale is dropped when FINISHED)
 
 A group keeps the slot it took until it is filtered or dropped, or until every engine in service has confirmed a version that contains its
 batch.
@@ -27,6 +28,8 @@ from slipstream.types import GroupStatus
 
 MAX_CAUSES = 50  # distinct failure causes counted apart; the rest is "other"
 REWOUND = "rewound"
+STALE = "stale"
+INTERRUPTED = "interrupted"
 
 
 def fold(events: Iterable[ev.Event], state: RunState | None = None) -> RunState:
@@ -68,7 +71,8 @@ def _run_started(state: RunState, event: ev.RunStarted) -> None:
         if event.kind == "rewind":
             _rewind(state, event)
     state.incarnation = event.incarnation
-    state.max_staleness, state.window = event.max_staleness, event.window
+    state.max_staleness, state.window, state.max_groups = event.max_staleness, event.window, event.max_groups
+    state.lowered = event.lowered
     state.published.clear()
     state.engines.clear()
     state.unconfirmed.clear()  # every engine of this incarnation starts at from_step or later
@@ -134,13 +138,16 @@ def _uncount_covered(totals: Totals) -> None:
     totals.dropped[REWOUND] += totals.trained_groups
     totals.wasted_tokens[REWOUND] += totals.generated_tokens - sum(totals.wasted_tokens.values())
     totals.trained_groups = totals.trained_samples = totals.trained_tokens = 0
-    totals.several_versions = totals.masked_tokens = totals.skipped_steps = 0
+    totals.several_versions = totals.masked_tokens = totals.down_weighted_tokens = totals.skipped_steps = 0
+    totals.trained = ev.Tally()
     totals.staleness.clear()
 
 
 def _settings_changed(state: RunState, event: ev.SettingsChanged) -> None:
-    state.max_staleness = int(event.changes.get("buffer.max_staleness", state.max_staleness))
-    state.window = int(event.changes.get("buffer.window", state.window))
+    lower = int(event.changes.get("buffer.max_staleness", state.max_staleness))
+    state.lowered += state.max_staleness - lower
+    state.max_staleness = lower
+    state.window = event.changes.get("buffer.window", state.window)
 
 
 def _stop_requested(state: RunState, event: ev.StopRequested) -> None:
@@ -168,33 +175,61 @@ def _admitted(state: RunState, event: ev.Admitted) -> None:
 
 def _prefixes_recorded(state: RunState, event: ev.PrefixesRecorded) -> None:
     lengths: dict[tuple[int, int], int] = {}
-    for group_id, sample, attempt, start, num_tokens in event.chunks:
+    oldest: dict[tuple[int, int], int] = {}
+    for group_id, sample, attempt, start, num_tokens, version in event.chunks:
         group = state.running_group(group_id)
-        _refuse_unless(attempt == group.attempt, f"prefix of attempt {attempt} of group {group_id}, which is at attempt {group.attempt}")
+        _check_sample(group, sample, attempt)
         length = lengths.get((group_id, sample), group.prefix_tokens.get(sample, 0))
         _refuse_unless(
             start == length, f"prefix of group {group_id} sample {sample} starts at token {start}, but {length} tokens are recorded"
         )
         lengths[group_id, sample] = start + num_tokens
+        if num_tokens:
+            oldest[group_id, sample] = min(version, oldest.get((group_id, sample), version))
     for (group_id, sample), length in lengths.items():
         state.live[group_id].prefix_tokens[sample] = length
+    for (group_id, sample), version in oldest.items():
+        versions = state.live[group_id].prefix_versions
+        versions[sample] = min(version, versions.get(sample, version))
+
+
+def _sample_interrupted(state: RunState, event: ev.SampleInterrupted) -> None:
+    group = state.running_group(event.group_id)
+    _check_sample(group, event.sample, event.attempt)
+    group.retries[event.sample] = group.retries.get(event.sample, 0) + 1
+    group.prefix_tokens.pop(event.sample, None)
+    group.prefix_versions.pop(event.sample, None)
+    _count_waste(state, INTERRUPTED, event.num_tokens)
+
+
+def _check_sample(group: LiveGroup, sample: int, attempt: int) -> None:
+    due = group.attempt_of(sample)
+    _refuse_unless(attempt == due, f"attempt {attempt} of group {group.group_id} sample {sample}, which is at attempt {due}")
 
 
 def _group_finished(state: RunState, event: ev.GroupFinished) -> None:
     group = _current_attempt(state, event.group_id, event.attempt)
     left_out = _count_left_out(state, event.left_out)
     group.status, group.num_tokens = GroupStatus.FINISHED, event.num_tokens - left_out
-    group.prefix_tokens.clear()
+    group.oldest_version = event.oldest_version
+    _forget_prefixes(group)
     state.totals.generated_tokens += group.num_tokens
     state.barren_in_a_row, state.first_barren_cause, state.productive = 0, "", True
 
 
 def _attempt_failed(state: RunState, event: ev.AttemptFailed) -> None:
     group = _current_attempt(state, event.group_id, event.attempt)
-    group.attempt += 1
-    group.prefix_tokens.clear()
+    group.attempt += 1 + max(group.retries.values(), default=0)  # above every attempt that a rollout of it has used
+    group.failures += 1
+    group.retries.clear()
+    _forget_prefixes(group)
     _count_failure(state, event.cause)
     _count_waste(state, "failed", event.num_tokens)
+
+
+def _forget_prefixes(group: LiveGroup) -> None:
+    group.prefix_tokens.clear()
+    group.prefix_versions.clear()
 
 
 def _filtered(state: RunState, event: ev.Filtered) -> None:
@@ -207,12 +242,28 @@ def _filtered(state: RunState, event: ev.Filtered) -> None:
 
 
 def _dropped(state: RunState, event: ev.Dropped) -> None:
+    if event.reason == STALE:
+        return _dropped_stale(state, event)
     _current_attempt(state, event.group_id, event.attempt)
     _leave(state, event.group_id)
     state.totals.dropped[event.reason] += 1
     _count_failure(state, event.cause)
     _count_waste(state, event.reason, event.num_tokens)
     _count_barren(state, f"group {event.group_id} {event.reason}: {event.cause}")
+
+
+def _dropped_stale(state: RunState, event: ev.Dropped) -> None:
+    """A finished group, whose tokens were counted when it finished, or a running one. It is no failure, and says nothing of whether the run
+    gets on: a group that starts now is never too old for the next batch."""
+    group = state.live.get(event.group_id)
+    if group is None or group.attempt != event.attempt:
+        raise LedgerError(f"attempt {event.attempt} of group {event.group_id} cannot be dropped: {state.where(event.group_id)}")
+    _leave(state, event.group_id)
+    state.totals.dropped[STALE] += 1
+    state.totals.wasted_tokens[STALE] += event.num_tokens
+    state.totals.stale = state.totals.stale.plus(event.lost)
+    if group.status is GroupStatus.RUNNING:
+        state.totals.generated_tokens += event.num_tokens
 
 
 def _current_attempt(state: RunState, group_id: int, attempt: int) -> LiveGroup:
@@ -277,7 +328,10 @@ def _batch_recorded(state: RunState, event: ev.BatchRecorded) -> None:
         g = state.live.pop(group_id)
         members.append(Member(g.group_id, g.attempt, g.row, g.epoch, g.position, g.bound, g.num_tokens))
         del state.order[bisect_left(state.order, group_id)]
-        state.passed.add(group_id)
+        if state.window is None:
+            del state.places[bisect_left(state.places, group_id)]  # nobody counts places that were passed
+        else:
+            state.passed.add(group_id)
     state.batches[event.step] = RecordedBatch(tuple(members), event)
     state.next_batch += 1
     _move_anchor(state)
@@ -287,10 +341,11 @@ def _step_finished(state: RunState, event: ev.StepFinished) -> None:
     _refuse_unless(event.step == state.step, f"step {event.step} finished, but step {state.step} is next")
     _refuse_unless(event.step < state.next_batch, f"step {event.step} finished, but its batch is not recorded")
     _refuse_unless(event.version == event.step + 1, f"step {event.step} made version {event.version}, not {event.step + 1}")
+    published = state.published.get(event.version)
     _refuse_unless(
-        state.published.get(event.version) == event.checksum,
-        f"step {event.step} reports weights {event.checksum}; version {event.version} was published as "
-        f"{state.published.get(event.version)}",
+        event.checksum == (published or ""),
+        f"step {event.step} reports weights {event.checksum or '(not published)'}; version {event.version} was "
+        + (f"published as {published}" if published else "not published"),
     )
     batch = state.batches[event.step]
     batch.skipped = event.skipped is not None
@@ -312,27 +367,28 @@ def _thresholds_judged(state: RunState, event: ev.ThresholdsJudged) -> None:
 
 def _count_trained(totals: Totals, batch: RecordedBatch, sign: int) -> None:
     """Add a finished batch to the totals, or take it out again. A skipped update trained nothing, but its groups are spent."""
+    record = batch.record
     totals.trained_groups += sign * len(batch.members)
+    if record.dropped.rollouts:
+        totals.wasted_tokens[STALE] += sign * record.dropped.tokens
+        totals.stale = totals.stale.plus(record.dropped, sign)
     if batch.skipped:
         totals.skipped_steps += sign
         return
-    record = batch.record
+    totals.trained = totals.trained.plus(record.kept, sign)
     totals.trained_samples += sign * record.num_samples
     totals.trained_tokens += sign * record.num_loss_tokens
     totals.several_versions += sign * record.num_several_versions
     totals.masked_tokens += sign * record.num_masked_tokens
+    totals.down_weighted_tokens += sign * record.num_down_weighted_tokens
     for staleness, tokens in record.staleness:
         totals.staleness[staleness] += sign * tokens
 
 
 def _version_published(state: RunState, event: ev.VersionPublished) -> None:
-    newest = max(state.published, default=None)
-    due = state.step if newest is None else newest + 1
-    _refuse_unless(event.version == due, f"version {event.version} was published, version {due} is next")
-    _refuse_unless(
-        newest is None or event.version == state.step + 1,
-        f"version {event.version} was published, but only {state.step} steps are finished",
-    )
+    due = state.step + 1 if state.published else state.step  # first of all the start weights; then some, not all, versions
+    _refuse_unless(event.version == due, f"version {event.version} was published after {state.step} steps, but only {due} can be")
+    _refuse_unless(event.version not in state.published, f"version {event.version} was published twice")
     state.published[event.version] = event.checksum
     state.newest_version[state.incarnation] = event.version
 
@@ -411,6 +467,7 @@ _HANDLERS = {
     ev.SettingsChanged: _settings_changed,
     ev.Admitted: _admitted,
     ev.PrefixesRecorded: _prefixes_recorded,
+    ev.SampleInterrupted: _sample_interrupted,
     ev.GroupFinished: _group_finished,
     ev.AttemptFailed: _attempt_failed,
     ev.Filtered: _filtered,

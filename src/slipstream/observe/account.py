@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.controller.metrics_line import staleness_stats
+from slipstream.controller.metrics_line import dropping_bias, staleness_stats
 from slipstream.controller.state import RunState
 from slipstream.observe.grid import grid
 from slipstream.observe.state import duration, number, percent
@@ -45,8 +45,10 @@ def account(state: RunState) -> dict[str, Any]:
             "generated": totals.generated_tokens,
             "trained": totals.trained_tokens,
             "masked_stale": totals.masked_tokens,
+            "down_weighted": totals.down_weighted_tokens,
             "wasted": dict(totals.wasted_tokens),
         },
+        **dropping_bias(totals),
         "failures": dict(totals.failures),
         "skipped_steps": totals.skipped_steps,
         "idle": {
@@ -78,6 +80,9 @@ def print_account(account: dict[str, Any], console: Console) -> None:
         )
     _heading(console, "tokens")
     console.print(_tokens(account["tokens"]))
+    if account.get("stale_dropped_rollouts"):
+        _heading(console, "dropped because too stale, beside trained")
+        console.print(_bias(account))
     if account["failures"]:
         _heading(console, "failed attempts by cause")
         console.print(bars(account["failures"]))
@@ -122,6 +127,14 @@ def _tokens(tokens: dict[str, Any]) -> Text:
     if rest > 0:
         rows["in the buffer, or not trained"] = rest
     return bars(rows)
+
+
+def _bias(account: dict[str, Any]) -> Text:
+    """Dropping is biased: what is late is longer, and may be rewarded otherwise."""
+    lines = [["rollouts", number(account["stale_dropped_rollouts"], 0), number(account["trained_samples"], 0)]]
+    for name, key in (("mean length in tokens", "tokens_mean"), ("mean reward", "reward_mean")):
+        lines.append([name, number(account[f"stale_dropped_{key}"], 2), number(account[f"stale_trained_{key}"], 2)])
+    return grid(lines, right=(1, 2))
 
 
 def _time(idle: dict[str, float]) -> Text:

@@ -196,7 +196,7 @@ def _reward(state: DisplayState, spark_width: int) -> Text:
     return text
 
 
-def _staleness(m: dict[str, Any], limit: int) -> Text:
+def _staleness(m: dict[str, Any], limit: int | None) -> Text:
     text = _pairs(
         ("mean", number(m.get("staleness_mean"), 2)), ("p99", _whole(m.get("staleness_p99"))), ("max", _whole(m.get("staleness_max")))
     )

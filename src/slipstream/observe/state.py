@@ -59,9 +59,14 @@ def shown(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-def bound_text(limit: int, bound: int | None) -> str:
-    """How old trained tokens may be, and how old any token may be: two numbers only where older tokens are masked."""
-    return "(bound –)" if bound is None else f"(bound {bound:g})" if limit >= bound else f"(limit {limit}, bound {bound:g})"
+def bound_text(limit: int | None, bound: int | None) -> str:
+    """How old trained tokens may be, and how old any token may be: two numbers only where older tokens are masked or dropped.
+
+    >>> bound_text(1, 1), bound_text(1, 2), bound_text(1, None), bound_text(None, None)
+    ('(bound 1)', '(limit 1, bound 2)', '(limit 1, no worst case)', '(no worst case)')
+    """
+    worst = "no worst case" if bound is None else f"bound {bound:g}"
+    return f"(limit {limit}, {worst})" if limit is not None and (bound is None or limit < bound) else f"({worst})"
 
 
 def one_line(text: str, width: int) -> str:
@@ -78,7 +83,7 @@ class DisplayState:
     folder: str
     steps: int
     slots: int  # groups that may be in flight: (S + 1) x P
-    staleness_limit: int  # of a trained token
+    staleness_limit: int | None  # of a trained token; None: there is none
     now: Callable[[], float] = time.monotonic
     started: float = 0.0
     line: dict[str, Any] = field(default_factory=dict)  # newest step line

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.config.arithmetic import staleness_limit
+from slipstream.config.arithmetic import staleness_bound, staleness_limit
 from slipstream.config.settings import Config
-from slipstream.controller.admission import worst_staleness
-from slipstream.controller.metrics_line import staleness_stats
+from slipstream.controller.metrics_line import dropping_bias, staleness_stats
 from slipstream.controller.state import RunState
 
 
@@ -47,9 +46,11 @@ def summarize(state: RunState, config: Config, run_folder: str, wall_s: float) -
         "staleness_mean": staleness["staleness_mean"],
         "staleness_max": staleness["staleness_max"],
         "staleness_limit": staleness_limit(config),
-        "staleness_bound": worst_staleness(state.max_staleness, state.groups_per_step, state.window),
+        "staleness_bound": staleness_bound(config),
         "rollouts_with_several_versions": totals.several_versions,
         "masked_stale_tokens": totals.masked_tokens,
+        "down_weighted_tokens": totals.down_weighted_tokens,
+        **dropping_bias(totals),
         "skipped_steps": totals.skipped_steps,
         "filtered_groups": totals.filtered,
         "dropped_groups": sum(totals.dropped.values()),
