@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.models.head import head_logits
+from slipstream.trainer.kl import full_kl
 
 
 class HeadRows(NamedTuple):
@@ -91,22 +92,12 @@ def _chunk_outputs(
         return logprob, entropy[part.row], None
     with torch.no_grad():
         teacher_logits = _scaled_logits(teacher.model, teacher.hidden.index_select(0, part.positions), part)
-    return logprob, entropy[part.row], _divergence(logits, teacher_logits)[part.row]
+    return logprob, entropy[part.row], full_kl(logits, teacher_logits)[part.row]
 
 
 def _scaled_logits(model: nn.Module, hidden: torch.Tensor, part: HeadRows) -> torch.Tensor:
     logits = head_logits(model, hidden).float()
     return logits if part.temperature is None else logits / part.temperature[:, None]
-
-
-def _divergence(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-    """KL(π ‖ π_T) [R] = Σ_v π (log π - log π_T) of logits [R, V] and [R, V_T]; gradient to the first.
-
-    Models of one family pad the same vocabulary to different sizes: both are taken over the entries that both have.
-    """
-    width = min(logits.shape[-1], teacher_logits.shape[-1])
-    logs, teacher_logs = (x[:, :width].log_softmax(dim=-1) for x in (logits, teacher_logits))
-    return (logs.exp() * (logs - teacher_logs)).sum(dim=-1)
 
 
 class _LogprobAndEntropy(torch.autograd.Function):
