@@ -73,8 +73,8 @@ class Page:
         self.phases.append("idle")
 
 
-def run(folder, last, every=2, steps=20, start=None):
-    trainer = Trainer(config(trainer={"steps": steps, "learning_rate": 1e-3}, checkpoint={"every": every}), tiny_model())
+def run(folder, last, every=2, steps=20, start=None, **tables):
+    trainer = Trainer(config(trainer={"steps": steps, "learning_rate": 1e-3}, checkpoint={"every": every}, **tables), tiny_model())
     if start is not None:
         load_checkpoint(start, trainer)
     controller, page = Controller(folder, last), Page()
@@ -116,6 +116,44 @@ def test_the_last_step_makes_a_checkpoint_and_only_one(tmp_path):
     _, controller, _ = run(tmp_path, last=3, every=50, steps=3)
     assert [m.step for m in controller.checkpoints] == [3]
     assert controller.calls.index("commit 3") < controller.calls.index("get_batch 3")
+
+
+def test_weights_are_published_every_k_steps_and_at_the_last_and_packed_for_every_checkpoint(tmp_path):
+    trainer, controller, _ = run(tmp_path, last=5, every=2, steps=5, weight_sync={"every": 3})
+    assert [call for call in controller.calls if not call.startswith("get_batch")] == [
+        *publish_of(0),
+        "finish_step 0",
+        "finish_step 1",
+        "begin_write",  # the same slot as that of the next version, whose bytes it gets then
+        "pack",
+        "commit 2",
+        *publish_of(3),
+        "finish_step 2",
+        "finish_step 3",
+        "begin_write",
+        "pack",
+        "commit 4",
+        *publish_of(5),
+        "finish_step 4",
+        "commit 5",
+    ]
+    assert [bool(report.checksum) for report in controller.reports] == [False, False, True, False, True]
+    assert [m.step for m in controller.checkpoints] == [2, 4, 5] and all(m.weights_checksum for m in controller.checkpoints)
+    (tmp_path / "again").mkdir()
+    resumed, again, _ = run(tmp_path / "again", last=5, every=2, steps=5, weight_sync={"every": 3}, start=tmp_path / "step-4")
+    assert again.calls[:3] == publish_of(4), "the start weights are published in any case"
+    assert checksum(resumed.model) == checksum(trainer.model)
+
+
+def test_a_stop_between_two_published_versions_saves_what_was_trained(tmp_path):
+    trainer, controller, _ = run(tmp_path, last=1, every=50, weight_sync={"every": 3})
+    assert controller.calls[-3:] == ["begin_write", "pack", "commit 1"]
+    assert controller.checkpoints[0].weights_checksum == checksum(trainer.model)
+
+
+def test_a_deterministic_run_publishes_what_a_resume_would_start_from(tmp_path):
+    _, controller, _ = run(tmp_path, last=6, every=2, run={"deterministic": True}, launch="inline", weight_sync={"every": 3})
+    assert [call for call in controller.calls if call.startswith("publish")] == [f"publish 3.{v}" for v in (0, 2, 3, 4, 6)]
 
 
 def test_nothing_new_no_checkpoint(tmp_path):

@@ -1,7 +1,7 @@
 """The trainer's loop.
 
     consumes    batches, by step number                     get_batch(step)
-    produces    weights of version step + 1                 begin_write -> pack -> publish
+    produces    weights of version step + 1                 begin_write -> pack -> publish, with weight_sync.every = k of every k-th
                 a report per step                           finish_step
                 checkpoints                                 write to .tmp-..., commit_checkpoint
     waits for   the next batch, and for nothing else: a free weight slot always exists
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+from slipstream.config.arithmetic import publishes
 from slipstream.deadlines import CHECKPOINT_S
 from slipstream.errors import RunFolderError
 from slipstream.protocols import ControllerAPI, Manifest, Progress
@@ -42,7 +43,7 @@ async def run_trainer(trainer: Trainer, controller: ControllerAPI, publisher: Pu
     settings = trainer.config
     _, incarnation, _ = await controller.checkpoint_context()
     committed = trainer.step
-    weights = await _publish(trainer, controller, publisher, incarnation, page)
+    weights: Manifest | None = await _publish(trainer, controller, publisher, incarnation, page)
     while True:
         page.idle()
         started = time.perf_counter()
@@ -54,13 +55,15 @@ async def run_trainer(trainer: Trainer, controller: ControllerAPI, publisher: Pu
         started = time.perf_counter()
         step = trainer.train_step(batch)
         step_s = time.perf_counter() - started
-        weights = await _publish(trainer, controller, publisher, incarnation, page)
+        weights = None
+        if publishes(settings, trainer.version):
+            weights = await _publish(trainer, controller, publisher, incarnation, page)
         publish_s = time.perf_counter() - started - step_s
         report = StepReport(
             step=batch.step,
             version=trainer.version,
             skipped=step.skipped,
-            checksum=weights.checksum,
+            checksum=weights.checksum if weights else "",
             metrics=step.metrics,
             wait_s=wait_s,
             step_s=step_s,
@@ -68,9 +71,11 @@ async def run_trainer(trainer: Trainer, controller: ControllerAPI, publisher: Pu
         )
         await controller.finish_step(report)
         if trainer.step % settings.checkpoint.every == 0 or trainer.step == settings.trainer.steps:
+            weights = weights or await _pack(trainer, controller, publisher, incarnation, page)
             await _checkpoint(trainer, controller, weights, checkpoints, page)
             committed = trainer.step
     if trainer.step > committed and not settings.run.deterministic:  # that one's checkpoints are where its schedule puts them
+        weights = weights or await _pack(trainer, controller, publisher, incarnation, page)
         await _checkpoint(trainer, controller, weights, checkpoints, page)
     page.idle()
 
@@ -81,6 +86,12 @@ async def _publish(trainer: Trainer, controller: ControllerAPI, publisher: Publi
     manifest = publisher.pack(slot, incarnation, trainer.version)
     await controller.publish(slot, manifest)
     return manifest
+
+
+async def _pack(trainer: Trainer, controller: ControllerAPI, publisher: Publisher, incarnation: int, page: Progress) -> Manifest:
+    """What would be published, for a checkpoint of a version that is not. The slot stays the one to write, for the next version."""
+    page.working("pack", _PUBLISH_DEADLINE_S, owed=f"weights {incarnation}.{trainer.version}")
+    return publisher.pack(await controller.begin_write(), incarnation, trainer.version)
 
 
 async def _checkpoint(trainer: Trainer, controller: ControllerAPI, weights: Manifest, checkpoints: Path, page: Progress) -> None:
