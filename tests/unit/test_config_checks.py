@@ -13,6 +13,7 @@ from slipstream.config.checks import BUILTIN_REWARDS, advice, check
 from slipstream.errors import ConfigError
 
 INLINE: dict[str, Any] = {"launch": "inline"}
+READY_FIRST: dict[str, Any] = {"window": "unbounded", "max_groups": 12}
 
 
 def make(**tables: Any) -> Config:
@@ -28,6 +29,35 @@ def make(**tables: Any) -> Config:
         ({"rollout": {"min_p": 0.1}}, ("min_p = 0.1", "vocabulary")),
         ({"buffer": {"window": 2, "max_staleness": 0}}, ("window = 2", "max_staleness = 0")),
         ({"buffer": {"window": 9, "max_staleness": 1}, "trainer": {"groups_per_step": 4}}, ("window = 9", "8 groups", "2 x 4")),
+        ({"buffer": {"max_groups": 20}}, ("max_groups = 20", "(max_staleness + 1) x groups_per_step = 8")),
+        ({"buffer": READY_FIRST | {"max_staleness": 0}}, ('"unbounded"', "max_staleness = 0", "max_staleness >= 1")),
+        ({"buffer": {"window": "unbounded"}}, ("without max_groups", "e.g. 16")),
+        ({"buffer": READY_FIRST | {"max_groups": 3}}, ("max_groups = 3", "groups_per_step = 4", "max_groups >= 4")),
+        (
+            {"buffer": READY_FIRST | {"max_groups": 7}, "weight_sync": {"every": 2}},
+            ("max_groups = 7", "1 batches wait for the next published version", "max_groups >= 8"),
+        ),
+        ({"buffer": READY_FIRST | {"on_stale": "keep"}}, ('"keep"', "nothing bounds the age")),
+        ({"buffer": {"on_stale": "keep", "stale_level": "group"}}, ('"keep"', "judges nothing")),
+        ({"buffer": {"on_stale": "drop", "stale_level": "token"}}, ('"drop"', '"mask_tokens"')),
+        ({"buffer": {"on_stale": "cancel_early", "stale_level": "rollout"}}, ('"cancel_early"', "whole group")),
+        ({"buffer": {"stale_decay": 0.9}}, ("stale_decay = 0.9", '"mask_tokens"', '"down_weight"')),
+        ({"rollout": {"kv": "recompute", "interrupt": "drain"}}, ('"recompute"', '"drain"', "end on the weights")),
+        ({"rollout": {"kv": "recompute", "interrupt": "barrier"}}, ('"recompute"', '"barrier"', "no sequence runs")),
+        ({"rollout": {"kv": "recompute", "interrupt": "abort_retry"}}, ('"recompute"', '"abort_retry"', "starts anew")),
+        ({"rollout": {"interrupt_after": 0}}, ("interrupt_after = 0", '"in_flight"', "aborts nothing")),
+        ({"rollout": {"interrupt_after": 2, "interrupt": "abort_resume"}}, ("interrupt_after = 2", "never more than 2 versions")),
+        ({"rollout": {"max_interrupts": 3}}, ("max_interrupts = 3", '"in_flight"')),
+        ({"weight_sync": {"every": 3}}, ("every = 3", "after 2 batches all", "8 slots", "every <= 2 or max_staleness >= 2")),
+        (
+            {"threshold": [{"metric": "kl_k3", "above": 2, "action": "lower_max_staleness"}], "weight_sync": {"every": 2}},
+            ("max_staleness = 1", "every 2 steps"),
+        ),
+        ({"trainer": {"minibatches": 5, "groups_per_step": 4}}, ("minibatches = 5 of 4 groups",)),
+        (INLINE | {"weight_sync": {"lag": 1, "every": 2}}, ("lag = 1", "every = 2")),
+        (INLINE | {"weight_sync": {"lag": 1}, "buffer": READY_FIRST}, ("lag = 1", '"unbounded"')),
+        (INLINE | {"weight_sync": {"lag": 1}, "rollout": {"interrupt": "drain"}}, ("lag = 1", '"drain"', "only when nothing runs")),
+        (INLINE | {"weight_sync": {"lag": 1}, "rollout": {"kv": "recompute"}}, ("lag = 1", 'kv = "recompute"')),
         ({"run": {"deterministic": True}}, ("deterministic", 'launch = "inline"')),
         ({"weight_sync": {"lag": 1}}, ("lag = 1", 'launch = "inline"')),
         (INLINE | {"weight_sync": {"lag": 2}}, ("lag = 2", "max_staleness = 1", "use max_staleness = 2")),
@@ -85,6 +115,14 @@ def test_refused_with_the_reason(tables: dict[str, Any], words: tuple[str, ...],
     [
         {},
         {"buffer": {"window": 8, "max_staleness": 1}},
+        {"buffer": READY_FIRST},
+        {"buffer": READY_FIRST | {"on_stale": "cancel_early"}, "weight_sync": {"every": 2}},
+        {"buffer": {"on_stale": "drop", "stale_level": "rollout"}},
+        {"buffer": {"on_stale": "down_weight", "stale_level": "group", "stale_decay": 0.9}},
+        {"rollout": {"interrupt": "abort_resume", "kv": "recompute", "interrupt_after": 1}},
+        {"rollout": {"interrupt": "abort_retry", "max_interrupts": 2}},
+        {"rollout": {"interrupt": "barrier"}, "weight_sync": {"every": 2}},
+        {"trainer": {"minibatches": 4, "updates_per_batch": 3}},
         {"buffer": {"window": 1, "max_staleness": 0}},
         INLINE | {"weight_sync": {"lag": 1}},
         INLINE | {"run": {"deterministic": True}},
@@ -137,6 +175,35 @@ def test_arithmetic_of_the_settings() -> None:
     first = numbers.lines()[0]
     assert "4 groups x 8 rollouts = 32 samples per optimizer step, at most 8 groups in flight, worst staleness 2" in first
     assert first.endswith(", tokens older than 1 are masked")
+
+
+def test_oversampling_costs_rollouts_and_tokens_and_trains_no_more_samples() -> None:
+    settings = {"rollout": {"group_size": 4, "oversample": 6, "max_new_tokens": 10}, "trainer": {"groups_per_step": 2}}
+    numbers = arithmetic(make(**settings, engine={"max_context": 64}))
+    assert (numbers.samples_per_step, numbers.max_rollouts_in_flight, numbers.max_new_tokens_per_step) == (8, 24, 120)
+    assert "of each 6 rollouts sampled 4 are kept" in numbers.lines()
+
+
+def test_the_worst_case_is_said_in_versions_and_in_updates() -> None:
+    numbers = arithmetic(make(buffer={"window": 1}, trainer={"updates_per_batch": 2, "minibatches": 2}))
+    assert (numbers.worst_staleness, numbers.worst_updates) == (1, 7)  # 4 updates of the batch between, 3 of its own before the last
+    assert numbers.lines()[0].endswith("worst staleness 1 (7 optimizer updates)")
+
+
+def test_without_a_window_there_is_no_worst_case() -> None:
+    numbers = arithmetic(make(buffer=READY_FIRST | {"on_stale": "drop"}))
+    assert (numbers.window, numbers.worst_staleness, numbers.staleness_limit, numbers.max_groups_in_flight) == (None, None, 1, 12)
+    first, _, slots, *_ = numbers.lines()
+    assert "at most 12 groups in flight, no worst case of staleness (unbounded window)" in first
+    assert first.endswith("groups with trained tokens older than 1 are dropped") and slots.endswith("window unbounded")
+    weighed = arithmetic(make(buffer=READY_FIRST | {"on_stale": "down_weight"}))
+    assert weighed.staleness_limit is None and weighed.lines()[0].endswith("older data is weighed less")
+
+
+def test_what_is_published_seldom_is_said() -> None:
+    lines = arithmetic(make(buffer={"max_staleness": 2}, weight_sync={"every": 3})).lines()
+    assert "weights are published every 3 steps: a group may start 2 versions behind the trainer" in lines
+    assert not any("published" in line for line in arithmetic(make()).lines())
 
 
 def test_a_synchronous_run_has_no_staleness() -> None:

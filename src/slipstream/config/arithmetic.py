@@ -80,6 +80,7 @@ class Arithmetic:
 
     groups_per_step: int
     group_size: int
+    sampled_per_group: int  # of which group_size are kept
     samples_per_step: int
     steps: int
     samples: int  # of the whole run
@@ -112,6 +113,7 @@ class Arithmetic:
         return [
             f"{_count(self.groups_per_step, 'group')} x {_count(self.group_size, 'rollout')} = {self.samples_per_step:,} samples per "
             f"optimizer step, at most {_count(self.max_groups_in_flight, 'group')} in flight, {self._staleness()}",
+            *self._selection(),
             *self._publication(),
             f"{_count(self.steps, 'step')}: {self.groups:,} groups, {self.samples:,} samples{self._epochs()}",
             f"at most {self.max_rollouts_in_flight:,} rollouts in flight for {_count(self.engine_slots, 'engine slot')}"
@@ -136,6 +138,10 @@ class Arithmetic:
         elif self.on_stale == "down_weight":
             text += ", older data is weighed less"
         return text
+
+    def _selection(self) -> list[str]:
+        more = self.sampled_per_group > self.group_size
+        return [f"of each {self.sampled_per_group} rollouts sampled {self.group_size} are kept"] if more else []
 
     def _publication(self) -> list[str]:
         every = self.published_every
@@ -164,7 +170,8 @@ def arithmetic(config: Config, num_rows: int | None = None) -> Arithmetic:
         samples=groups * size,
         groups=groups,
         max_groups_in_flight=max_groups_in_flight(config),
-        max_rollouts_in_flight=max_groups_in_flight(config) * size,
+        max_rollouts_in_flight=max_groups_in_flight(config) * config.rollout.num_samples,
+        sampled_per_group=config.rollout.num_samples,
         window=pull_window(config),
         worst_staleness=staleness_bound(config),
         worst_updates=worst_updates(staleness_bound(config), updates),
@@ -175,7 +182,7 @@ def arithmetic(config: Config, num_rows: int | None = None) -> Arithmetic:
         stale_level=stale_level(config.buffer),
         engine_slots=config.engine.slots,
         max_new_tokens_per_rollout=min(new_tokens, max_context_tokens(config) - 1),
-        max_new_tokens_per_step=per_step * size * min(new_tokens, max_context_tokens(config) - 1),
+        max_new_tokens_per_step=per_step * config.rollout.num_samples * min(new_tokens, max_context_tokens(config) - 1),
         max_context_tokens=max_context_tokens(config),
         kv_pool_tokens=config.engine.slots * max_context_tokens(config),
         checkpoints=ceil(steps / config.checkpoint.every),

@@ -165,7 +165,7 @@ class Dropped(Event, tag="dropped", frozen=True, kw_only=True):
 
     group_id: int
     attempt: int
-    reason: str  # "failed", "bad data", "interrupted", "stale", ...; rewound groups have no event, the RunStarted of the rewind drops them
+    reason: str  # "failed", "bad data", "interrupted", "stale", "cancelled"; of rewound groups there is no event but their RunStarted
     cause: str = ""
     num_tokens: int = 0
     lost: Tally = Tally()  # of a stale one: its rollouts; of a running one their tokens so far, without rewards

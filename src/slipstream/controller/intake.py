@@ -18,7 +18,7 @@ from slipstream.controller.cursor import Cursor
 from slipstream.controller.journal import Journal
 from slipstream.controller.run_state import LiveGroup
 from slipstream.controller.stale import oldest_trained
-from slipstream.controller.state import INTERRUPTED, STALE, RunState, short_cause
+from slipstream.controller.state import CANCELLED, INTERRUPTED, RunState, short_cause
 from slipstream.controller.timing import StepTimes
 from slipstream.errors import LedgerError, RunFailed
 from slipstream.protocols import Clock
@@ -206,8 +206,8 @@ class Intake:
         dropped = ev.Dropped(
             group_id=group.group_id,
             attempt=group.attempt,
-            reason=STALE,
-            cause=f"cancelled: a token of version {oldest} cannot be trained before step {self._state.next_batch}",
+            reason=CANCELLED,
+            cause=f"a token of version {oldest} cannot be trained before step {self._state.next_batch}",
             num_tokens=num_tokens,
             lost=ev.Tally(rollouts=self._config.rollout.num_samples, tokens=num_tokens),
         )

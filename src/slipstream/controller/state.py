@@ -28,7 +28,8 @@ from slipstream.types import GroupStatus
 
 MAX_CAUSES = 50  # distinct failure causes counted apart; the rest is "other"
 REWOUND = "rewound"
-STALE = "stale"
+STALE = "stale"  # finished, and too old for the next batch
+CANCELLED = "cancelled"  # the same, still running
 INTERRUPTED = "interrupted"
 
 
@@ -242,7 +243,7 @@ def _filtered(state: RunState, event: ev.Filtered) -> None:
 
 
 def _dropped(state: RunState, event: ev.Dropped) -> None:
-    if event.reason == STALE:
+    if event.reason in (STALE, CANCELLED):
         return _dropped_stale(state, event)
     _current_attempt(state, event.group_id, event.attempt)
     _leave(state, event.group_id)
@@ -259,8 +260,8 @@ def _dropped_stale(state: RunState, event: ev.Dropped) -> None:
     if group is None or group.attempt != event.attempt:
         raise LedgerError(f"attempt {event.attempt} of group {event.group_id} cannot be dropped: {state.where(event.group_id)}")
     _leave(state, event.group_id)
-    state.totals.dropped[STALE] += 1
-    state.totals.wasted_tokens[STALE] += event.num_tokens
+    state.totals.dropped[event.reason] += 1
+    state.totals.wasted_tokens[event.reason] += event.num_tokens
     state.totals.stale = state.totals.stale.plus(event.lost)
     if group.status is GroupStatus.RUNNING:
         state.totals.generated_tokens += event.num_tokens
