@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.config.arithmetic import max_context_tokens, max_groups_in_flight
+from slipstream.config.arithmetic import max_context_tokens
 from slipstream.config.frozen_models import only_teacher
+from slipstream.config.gate_problems import gate_problems
 from slipstream.config.loss_problems import loss_problems
 from slipstream.config.loss_tables import is_own
 from slipstream.config.paths import is_inline_template, resolve_path
@@ -36,9 +37,8 @@ def check(config: Config, *, reward_given: bool, base_folder: Path) -> list[Conf
     return [
         *(Conflict(keys, text) for keys, text in loss_problems(config, reward_given=reward_given)),
         *_truncated_sampling(config),
-        *_window(config),
+        *(Conflict(keys, text) for keys, text in gate_problems(config)),
         *_deterministic(config),
-        *_lag(config),
         *_environment(config),
         *_selection(config),
         *_thresholds(config),
@@ -83,60 +83,12 @@ def _truncated_sampling(config: Config) -> Iterator[Conflict]:
             )
 
 
-def _window(config: Config) -> Iterator[Conflict]:
-    window, stale, groups = config.buffer.window, config.buffer.max_staleness, config.trainer.groups_per_step
-    if window is None or window == 1:
-        return
-    if stale == 0:
-        yield Conflict(
-            ("buffer.window", "buffer.max_staleness"),
-            f"window = {window} with max_staleness = 0: a synchronous run trains the groups it admitted, so there is nothing to reorder; "
-            "use window = 1 or leave it out",
-        )
-    elif window > max_groups_in_flight(config):
-        yield Conflict(
-            ("buffer.window", "buffer.max_staleness", "trainer.groups_per_step"),
-            f"window = {window} is wider than the {max_groups_in_flight(config)} groups in flight at most "
-            f"((max_staleness + 1) x groups_per_step = {stale + 1} x {groups}); use a window of at most {max_groups_in_flight(config)}",
-        )
-
-
 def _deterministic(config: Config) -> Iterator[Conflict]:
     if config.run.deterministic and config.launch != "inline":
         yield Conflict(
             ("run.deterministic", "launch"),
             f'deterministic = true with launch = "{config.launch}": processes of their own swap weights and finish groups when they '
             'happen to, not at ticks of a logical clock; use launch = "inline"',
-        )
-
-
-def _lag(config: Config) -> Iterator[Conflict]:
-    lag = config.weight_sync.lag
-    if lag is None:
-        return
-    if config.launch != "inline":
-        yield Conflict(
-            ("weight_sync.lag", "launch"),
-            f'lag = {lag} with launch = "{config.launch}": only one process can hold the engine at exactly that distance; '
-            'use launch = "inline" or leave lag out',
-        )
-    if lag != config.buffer.max_staleness:
-        yield Conflict(
-            ("weight_sync.lag", "buffer.max_staleness"),
-            f"lag = {lag} with max_staleness = {config.buffer.max_staleness}: the gate lets exactly max_staleness + 1 batches start on one "
-            f"version, and only then is each batch sampled exactly lag versions behind; use max_staleness = {lag}",
-        )
-    if config.run.deterministic:
-        yield Conflict(
-            ("weight_sync.lag", "run.deterministic"),
-            f"lag = {lag} with deterministic = true: a resume has the weights of its checkpoint, not the versions behind it that the "
-            "uninterrupted run samples with; use one of the two (an inline run that is not resumed repeats itself anyway)",
-        )
-    if config.buffer.filter_zero_variance:
-        yield Conflict(
-            ("weight_sync.lag", "buffer.filter_zero_variance"),
-            f"lag = {lag} with filter_zero_variance: the group that takes a filtered one's place would be sampled at another distance; "
-            "use one of the two",
         )
 
 
