@@ -13,6 +13,7 @@ from slipstream.config.checks import BUILTIN_REWARDS, advice, check
 from slipstream.errors import ConfigError
 
 INLINE: dict[str, Any] = {"launch": "inline"}
+ONLY_TEACHER: dict[str, Any] = {"reward": [], "loss": {"teacher": "big"}}
 READY_FIRST: dict[str, Any] = {"window": "unbounded", "max_groups": 12}
 
 
@@ -92,7 +93,14 @@ def make(**tables: Any) -> Config:
             INLINE | {"threshold": [{"metric": "trained_tokens_per_s", "below": 10}], "run": {"deterministic": True}},
             ('"trained_tokens_per_s"', "deterministic", "measures no time"),
         ),
-        ({"reward": []}, ("no reward", "exact", "number", "regex", "rewards.py:function")),
+        ({"reward": []}, ("no reward", "loss.teacher", "exact", "number", "regex", "rewards.py:function")),
+        (ONLY_TEACHER | {"buffer": {"filter_zero_variance": True}}, ("filter_zero_variance", "reward 0", "every group would be filtered")),
+        (ONLY_TEACHER | {"rollout": {"selection": "roc", "oversample": 16}}, ('"roc"', "reward 0", "no positives")),
+        (ONLY_TEACHER | {"data": {"eval": 4}}, ("data.eval", "no reward", "weight = 0 it is measured")),
+        (
+            ONLY_TEACHER | {"reward": [{"function": "exact", "weight": 0}], "buffer": {"filter_zero_variance": True}},
+            ("filter_zero_variance", "a [[reward]] with a weight"),
+        ),
         ({"reward": [{"function": "regex", "options": {"pattern": "(a"}}]}, ("'(a'", "not a regular expression", "unterminated")),
         ({"reward": [{"function": "regex", "options": {"pattern": 7}}]}, ("pattern = 7", "is a text")),
         ({"reward": [{"function": "exakt"}]}, ('did you mean "exact"?',)),
@@ -124,6 +132,10 @@ def test_refused_with_the_reason(tables: dict[str, Any], words: tuple[str, ...],
         {"rollout": {"interrupt": "barrier"}, "weight_sync": {"every": 2}},
         {"trainer": {"minibatches": 4, "updates_per_batch": 3}},
         {"buffer": {"window": 1, "max_staleness": 0}},
+        ONLY_TEACHER,
+        ONLY_TEACHER | {"rollout": {"group_size": 1}},
+        ONLY_TEACHER | {"reward": [{"function": "exact", "weight": 0}], "data": {"eval": 4}},
+        {"loss": {"teacher": "big"}, "buffer": {"filter_zero_variance": True}},
         INLINE | {"weight_sync": {"lag": 1}},
         INLINE | {"run": {"deterministic": True}},
         INLINE | {"weight_sync": {"lag": 0}, "buffer": {"max_staleness": 0}},
