@@ -6,7 +6,7 @@ import copy
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.protocols import Generation
@@ -55,6 +55,27 @@ def plain(model):
     other = copy.deepcopy(model)
     other.set_attn_implementation("eager")
     return other
+
+
+def change_weights(model, seed: int = 1) -> None:
+    """As a weight sync does: the model's own tensors are overwritten."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+
+
+def replay(old, new, ids: list[int], num_old: int, start: int) -> torch.Tensor:
+    """Logprobs of ids[start:] where the first `num_old` positions' keys and values are the old weights', the rest the new ones'."""
+    cache = DynamicCache(config=old.config)
+    out = []
+    with torch.no_grad():
+        for at, token in enumerate(ids[:-1]):
+            model = old if at < num_old else new
+            logits = model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1]
+            if at + 1 >= start:
+                out.append(logits.log_softmax(-1)[ids[at + 1]])
+    return torch.stack(out)
 
 
 def make_engine(model, *, version: int = 0, slots: int = 8, max_context: int = 128, **options) -> EmbeddedEngine:
@@ -115,6 +136,8 @@ class Driver:
             self.generations[handle].prefill_version = tuple(version)
         for handle, token, logprob in zip(frame.handles.tolist(), frame.token_ids.tolist(), frame.logprobs.tolist(), strict=True):
             self.generations[handle].append(token, logprob, frame.incarnation, frame.version, frame.engine_id)
+        for handle, routing in frame.routing.items():
+            self.generations[handle].routing = routing
         for handle, reason in frame.finished:
             self.generations[handle].stop_reason = StopReason(reason)
         return frame

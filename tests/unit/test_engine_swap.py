@@ -4,33 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_harness import Driver, make_engine, plain, prompt, request, tiny_model
-from transformers import DynamicCache
+from engine_harness import Driver, change_weights, make_engine, plain, prompt, replay, request, tiny_model
 
 from slipstream.types import Purpose, Span, StopReason
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
-
-
-def change_weights(model, seed: int = 1) -> None:
-    """As a weight sync does: the model's own tensors are overwritten."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-
-
-def replay(old, new, ids: list[int], num_old: int, start: int) -> torch.Tensor:
-    """Logprobs of ids[start:] where the first `num_old` positions' keys and values are the old weights', the rest the new ones'."""
-    cache = DynamicCache(config=old.config)
-    out = []
-    with torch.no_grad():
-        for at, token in enumerate(ids[:-1]):
-            model = old if at < num_old else new
-            logits = model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits[0, -1]
-            if at + 1 >= start:
-                out.append(logits.log_softmax(-1)[ids[at + 1]])
-    return torch.stack(out)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
