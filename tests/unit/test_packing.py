@@ -8,7 +8,7 @@ from trainer_models import VOCABULARY, batch_of, make_batch, make_group, make_ro
 
 from slipstream.errors import DataError, StalenessError
 from slipstream.trainer.packing import pack
-from slipstream.trainer.token_table import token_table
+from slipstream.trainer.token_table import masked_tokens, token_table
 from slipstream.types import Sampling, Span, Turn
 
 
@@ -229,3 +229,47 @@ def broken(**fields):
 def test_bad_tokens_are_named(fields, message):
     with pytest.raises(DataError, match=message):
         table(broken(**fields))
+
+
+# ---- what a token carries along
+
+
+def with_arrays(batch):
+    """Every rollout with a loss weight and another model's logprobs that name rollout and token."""
+    groups = []
+    for group in batch.groups:
+        rollouts = []
+        for r in group.rollouts:
+            place = np.arange(len(r.token_ids), dtype=np.float32)
+            arrays = {"loss_weight": 1 / (1 + place), "teacher_logprobs": -place - 100 * r.sample}
+            rollouts.append(msgspec.structs.replace(r, arrays=arrays))
+        groups.append(make_group(rollouts))
+    return batch_of(batch.step, groups)
+
+
+@pytest.mark.parametrize("max_tokens", [16, 40, 10_000])
+def test_tokens_know_their_rollout_weight_and_arrays(max_tokens):
+    batch = with_arrays(make_batch(groups=3, samples=4))
+    rollouts = [r for g in batch.groups for r in g.rollouts]
+    weights = np.arange(1, len(rollouts) + 1) / 10
+    sequences = token_table(batch, np.arange(len(rollouts), dtype=float), weights, arrays=["teacher_logprobs"])
+    total = 0.0
+    for m in pack(sequences, max_tokens):
+        assert m.arrays.keys() == {"teacher_logprobs"} and m.num_sequences == len(set(m.sequence.tolist())) == len(set(owners(m)))
+        assert len({*zip(m.sequence.tolist(), owners(m), strict=True)}) == m.num_sequences  # one number per rollout
+        for owner, weight, logprob in zip(owners(m), m.weight.tolist(), m.arrays["teacher_logprobs"].tolist(), strict=True):
+            place = -logprob - 100 * rollouts[owner].sample
+            assert rollouts[owner].loss_mask[int(place)]
+            assert weight == pytest.approx(weights[owner] / (1 + place))
+        total += m.weight.sum().item()
+    expected = sum((weights[i] * r.arrays["loss_weight"][r.loss_mask]).sum() for i, r in enumerate(rollouts))
+    assert total == pytest.approx(expected, rel=1e-5)
+
+
+def test_masked_tokens_by_their_staleness():
+    """Sampled and not in the loss mask, also of rollouts with nothing to train."""
+    batch = two_versions(step=5, old=2)
+    first, second = batch.groups[0].rollouts
+    first = msgspec.structs.replace(first, loss_mask=first.loss_mask & (first.model_versions() > 2))
+    second = msgspec.structs.replace(second, loss_mask=second.loss_mask & False)
+    assert masked_tokens(batch_of(5, [make_group([first, second])])) == {3: 4, 0: second.num_sampled_tokens}

@@ -232,7 +232,7 @@ def test_threads_are_given_back():
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize("module", ["advantages", "losses", "optimizer"])
+@pytest.mark.parametrize("module", ["advantages", "aggregation", "optimizer"])
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(f"slipstream.trainer.{module}"))
     assert result.attempted and not result.failed
