@@ -85,9 +85,8 @@ def tell(events: Iterable[ev.Event]) -> Account:
                 _move(account, event.group_id, GroupStatus.RUNNING, GroupStatus.RUNNING, tokens=event.num_tokens)
                 account.wasted_tokens[INTERRUPTED] += event.num_tokens
             case ev.Dropped():
-                place = account.places.get(event.group_id)
-                late = event.reason == STALE and place is not None and place.status is GroupStatus.FINISHED
-                was = GroupStatus.FINISHED if late else GroupStatus.RUNNING  # the tokens of a finished one are counted already
+                late = event.reason == STALE  # the tokens of a finished one are counted already
+                was = GroupStatus.FINISHED if late else GroupStatus.RUNNING
                 _move(account, event.group_id, was, GroupStatus.DROPPED, event.reason, 0 if late else event.num_tokens)
                 account.wasted_tokens[event.reason] += event.num_tokens
             case ev.BatchRecorded():

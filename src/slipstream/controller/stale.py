@@ -8,7 +8,7 @@ A token's age is the step that trains it minus the version that sampled it; its 
     down_weight     is trained with weight decay ** excess (`Rollout.arrays["loss_weight"]`)
     drop            a rollout leaves its group; a group gives up its place, as does one that fewer than two rollouts are left of, or
                     whose rewards have become all equal: nothing can be learned relative to their mean
-    cancel_early    the same for groups; running ones are not waited for (`intake.Intake.cancel_stale`)
+    cancel_early    the same for groups; running ones are not waited for (`intake.Intake.cancel_stale`, dropped as "cancelled")
     keep            is trained
 """
 

@@ -257,13 +257,16 @@ def _dropped_stale(state: RunState, event: ev.Dropped) -> None:
     """A finished group, whose tokens were counted when it finished, or a running one. It is no failure, and says nothing of whether the run
     gets on: a group that starts now is never too old for the next batch."""
     group = state.live.get(event.group_id)
-    if group is None or group.attempt != event.attempt:
+    due = GroupStatus.FINISHED if event.reason == STALE else GroupStatus.RUNNING
+    if group is None or (group.attempt, group.status) != (event.attempt, due):
         raise LedgerError(f"attempt {event.attempt} of group {event.group_id} cannot be dropped: {state.where(event.group_id)}")
+    counted = due is GroupStatus.FINISHED
+    _refuse_unless(not counted or event.num_tokens == group.num_tokens, f"group {event.group_id} has {group.num_tokens} tokens")
     _leave(state, event.group_id)
     state.totals.dropped[event.reason] += 1
     state.totals.wasted_tokens[event.reason] += event.num_tokens
     state.totals.stale = state.totals.stale.plus(event.lost)
-    if group.status is GroupStatus.RUNNING:
+    if not counted:
         state.totals.generated_tokens += event.num_tokens
 
 
