@@ -46,11 +46,17 @@ def ids_of(text: str) -> list[int]:
 
 
 class FakeEngine:
-    """Says `reply(request)`, a token per turn of the event loop; `before_token(request, index)` may make it wait."""
+    """Says `reply(request)`, a token per turn of the event loop; `before_token(request, index)` may make it wait.
+
+    Where `interrupt(request, index)` is true, new weights come instead of that token: the next version, which ends the request.
+    """
 
     def __init__(self, reply: Callable[[GenerateRequest], Sequence[int]], version: int = 0):
         self.reply, self.version = reply, version
         self.before_token: Callable[[GenerateRequest, int], Any] | None = None
+        self.interrupt: Callable[[GenerateRequest, int], bool] = lambda request, index: False
+        self.state: int | None = None  # saved at an interrupt
+        self.remakes = False  # keys and values of a request that goes on
         self.logprob = -0.5
         self.requests: list[GenerateRequest] = []
         self.active = self.most_active = 0
@@ -61,11 +67,18 @@ class FakeEngine:
         self.active += 1
         self.most_active = max(self.active, self.most_active)
         into.prefill_version = (1, self.version)
+        into.recomputed |= self.remakes and request.oldest_version is not None
         try:
             for index, token in enumerate(list(self.reply(request))[: request.sampling.max_new_tokens]):
                 if self.before_token is not None:
                     await self.before_token(request, index)
                 await asyncio.sleep(0)
+                if self.interrupt(request, index):
+                    self.version += 1
+                    into.state, into.stop_reason = self.state, StopReason.INTERRUPT
+                    for _ in range(5):  # others run before the worker is told
+                        await asyncio.sleep(0)
+                    return
                 into.append(token, self.logprob, 1, self.version, "fake")
             ended = bool(into.token_ids) and into.token_ids[-1] in request.stop_token_ids
             into.stop_reason = StopReason.STOP if ended else StopReason.LENGTH
@@ -91,17 +104,33 @@ class FakeController:
         self.groups: list[Group] = []
         self.results: list[EvalResult] = []
         self.stopping = False
+        self.interruptions: list[tuple[int, int, int, int]] = []  # (group_id, sample, attempt, num_tokens)
+        self.max_interrupts = 8
+        self.cancel: list[tuple[int, int]] = []
         self.changed = asyncio.Condition()
 
     async def admit(self, room: int) -> Work:
         self.rooms.append(room)
         async with self.changed:
-            await self.changed.wait_for(lambda: self.stopping or self.evaluations or (room and self.waiting))
+            await self.changed.wait_for(lambda: self.stopping or self.evaluations or self.cancel or (room and self.waiting))
             if self.stopping:
                 return Work(stop=True)
             evaluation = self.evaluations.pop(0) if self.evaluations else None
             taken, self.waiting = self.waiting[:room], self.waiting[room:]
-            return Work(assignments=tuple(taken), evaluation=evaluation)
+            cancel, self.cancel = tuple(self.cancel), []
+            return Work(assignments=tuple(taken), evaluation=evaluation, cancel=cancel)
+
+    async def interrupted(self, group_id: int, sample: int, attempt: int, num_tokens: int) -> bool:
+        async with self.changed:
+            self.interruptions.append((group_id, sample, attempt, num_tokens))
+            self.changed.notify_all()
+            return sum(i[:2] == (group_id, sample) for i in self.interruptions) <= self.max_interrupts
+
+    async def drop(self, *keys: tuple[int, int]) -> None:
+        """Tell the worker that these (group_id, attempt) are dropped."""
+        async with self.changed:
+            self.cancel += keys
+            self.changed.notify_all()
 
     async def progress(self, chunks: list[PrefixChunk]) -> None:
         async with self.changed:
