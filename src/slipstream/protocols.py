@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
+
 from slipstream.types import (
     Batch,
     EngineReport,
@@ -140,7 +142,7 @@ class ControllerAPI(Protocol):
 class Generation:
     """A generation in progress, filled frame by frame. Read it at any time; `EngineClient.generate` returns when it has ended."""
 
-    __slots__ = ("logprobs", "prefill_version", "recomputed", "spans", "start", "state", "stop_reason", "token_ids")
+    __slots__ = ("logprobs", "prefill_version", "recomputed", "routing", "spans", "start", "state", "stop_reason", "token_ids")
 
     def __init__(self, start: int):
         self.start = start  # position in the rollout of the first token sampled here
@@ -150,6 +152,7 @@ class Generation:
         self.prefill_version: tuple[int, int] | None = None
         self.stop_reason: StopReason | None = None
         self.recomputed = False  # newer weights made keys and values of tokens that older ones had sampled
+        self.routing: np.ndarray | None = None  # once it has ended, where it is kept: see `Frame.routing`
         self.state: int | None = None  # id of the state that the engine kept when new weights stopped it
 
     def append(self, token_id: int, logprob: float, incarnation: int, version: int, engine_id: str) -> None:

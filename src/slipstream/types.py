@@ -15,6 +15,10 @@ import numpy as np
 
 T = TypeVar("T")
 
+# Names of `Rollout.arrays`, and what they hold.
+ROUTED_EXPERTS = "routed_experts"  # int8 or int16 [L, routers x experts per token]: where each token was routed, layer after layer
+NOT_ROUTED = -1  # in all of a token's: not recorded, as of the last sampled token, which no forward pass has seen
+
 
 class Purpose(StrEnum):
     TRAIN = "train"
@@ -210,6 +214,7 @@ class PrefixChunk(Record, kw_only=True, frozen=True):
     spans: tuple[Span, ...]
     prefill_version: tuple[int, int] | None = None
     stop_reason: StopReason | None = None  # set once the rollout's generation has ended
+    routing: np.ndarray | None = None  # set with it, of the whole rollout: see `Frame.routing`
 
 
 def merge_chunks(chunks: list[PrefixChunk]) -> PrefixChunk:
@@ -367,6 +372,7 @@ class Frame(Record, kw_only=True, frozen=True):
     num_prefill_tokens: int = 0
     saved: tuple[tuple[int, int], ...] = ()  # (handle, state id): the state of an interrupted request was kept under this id
     recomputed: tuple[int, ...] = ()  # handles whose keys and values were made again, by the weights of this frame's version
+    routing: dict[int, np.ndarray] = {}  # handle -> [n, experts per token]: how the n tokens before the last were routed (keep_routing)
 
 
 # ---- encoding ----------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from slipstream.errors import ModelError
 from slipstream.models.attention import attach
 from slipstream.models.head import base_model, head_logits
 from slipstream.models.layout import PackedLayout, Segment
-from slipstream.models.routing import NOT_RECORDED, find_routers, kept_routers, record, replay
+from slipstream.models.routing import find_routers, kept_routers, record, replay
+from slipstream.types import NOT_ROUTED
 
 TOKENS = 24
 every_kind = pytest.mark.parametrize("kind", MIXTURES)
@@ -139,7 +140,7 @@ def test_tokens_without_a_record_choose_for_themselves(kind: str) -> None:
     other = perturbed(model)
     routers = find_routers(other)
     free = forward(other)
-    nothing = torch.full_like(seen.experts, NOT_RECORDED)
+    nothing = torch.full_like(seen.experts, NOT_ROUTED)
     with replay(routers, nothing) as replayed:
         assert torch.equal(forward(other), free)
     assert (replayed.num_recorded, replayed.num_different) == (0, 0)

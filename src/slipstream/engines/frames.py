@@ -48,6 +48,9 @@ class FrameRouter:
         for handle, token, logprob in rows:
             if (entry := self._open.get(handle)) is not None:
                 entry[0].append(token, logprob, frame.incarnation, frame.version, frame.engine_id)
+        for handle, routing in frame.routing.items():
+            if (entry := self._open.get(handle)) is not None:
+                entry[0].routing = routing
         for handle, reason in frame.finished:
             self._finish(handle, reason)
 

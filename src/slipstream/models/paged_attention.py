@@ -18,9 +18,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from slipstream.errors import ModelError
 from slipstream.models.layout import BLOCK_TOKENS, PagedLayout
 
+_ROUTING = "routing"
+
 
 class KVPool:
     """Keys and values of every layer, [num_blocks, BLOCK_TOKENS, K, D] each. Block 0 is the null block: padding reads and writes it.
+
+    Beside them lie the experts that the positions were routed to, where that is kept: [num_blocks, BLOCK_TOKENS, experts per token].
 
     A layer's tensors are made when it first writes, in the shape it writes, so the pool needs to know nothing of the model. They are
     zeros, so that unused positions are finite: a masked key's weight is 0, and 0 times NaN is not.
@@ -28,43 +32,50 @@ class KVPool:
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._stores: dict[int | str, tuple[torch.Tensor, ...]] = {}  # by layer, and _ROUTING
 
     def reserve(self, num_blocks: int) -> None:
         """Have at least so many blocks. Growth doubles, so memory follows what is used and not what could be."""
         if num_blocks <= self.num_blocks:
             return
         self.num_blocks = max(num_blocks, 2 * self.num_blocks)
-        for layer, pair in self._layers.items():
-            key, value = (torch.cat([t, t.new_zeros(self.num_blocks - len(t), *t.shape[1:])]) for t in pair)
-            self._layers[layer] = (key, value)
+        for name, stores in self._stores.items():
+            self._stores[name] = tuple(torch.cat([t, t.new_zeros(self.num_blocks - len(t), *t.shape[1:])]) for t in stores)
 
     @property
     def num_bytes(self) -> int:
         """Size of the tensors made so far."""
-        return sum(t.numel() * t.element_size() for pair in self._layers.values() for t in pair)
+        return sum(t.numel() * t.element_size() for stores in self._stores.values() for t in stores)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         """Store key and value [B, K, T, D] at `slots` int64[B * T] (block * BLOCK_TOKENS + offset)."""
-        pair = self._layers.get(layer)
-        if pair is None:
-            pair = self._layers[layer] = (self._make(key), self._make(value))
-        for store, new in zip(pair, (key, value), strict=True):
-            store.view(-1, *store.shape[2:]).index_copy_(0, slots, new.transpose(1, 2).reshape(-1, *store.shape[2:]))
+        self._put(layer, tuple(new.transpose(1, 2).flatten(0, 1) for new in (key, value)), slots)
 
     def read(self, layer: int, block_table: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, K, L, D] (views of [B, L, K, D]) of the blocks int64[B * blocks]."""
-        key, value = (s.index_select(0, block_table).view(rows, -1, *s.shape[2:]).transpose(1, 2) for s in self._layers[layer])
+        key, value = (s.index_select(0, block_table).view(rows, -1, *s.shape[2:]).transpose(1, 2) for s in self._stores[layer])
         return key, value
 
+    def write_routing(self, experts: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store the experts [B * T, n] of positions at `slots` int64[B * T]."""
+        self._put(_ROUTING, (experts,), slots)
+
+    def read_routing(self, blocks: list[int], num_tokens: int) -> torch.Tensor:
+        """Experts [num_tokens, n] of the first positions of these blocks."""
+        (store,) = self._stores[_ROUTING]
+        return store[torch.tensor(blocks, device=store.device)].flatten(0, 1)[:num_tokens]
+
     def copy_block(self, source: int, target: int) -> None:
-        for pair in self._layers.values():
-            for store in pair:
+        for stores in self._stores.values():
+            for store in stores:
                 store[target] = store[source]
 
-    def _make(self, like: torch.Tensor) -> torch.Tensor:
-        _, heads, _, width = like.shape
-        return torch.zeros(self.num_blocks, BLOCK_TOKENS, heads, width, dtype=like.dtype, device=like.device)
+    def _put(self, name: int | str, rows: tuple[torch.Tensor, ...], slots: torch.Tensor) -> None:
+        """Write rows [B * T, ...]; the first ones make the tensors that hold them."""
+        if name not in self._stores:
+            self._stores[name] = tuple(row.new_zeros(self.num_blocks, BLOCK_TOKENS, *row.shape[1:]) for row in rows)
+        for store, new in zip(self._stores[name], rows, strict=True):
+            store.view(-1, *store.shape[2:]).index_copy_(0, slots, new)
 
 
 def paged_attention(

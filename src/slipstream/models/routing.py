@@ -23,9 +23,8 @@ from torch.overrides import TorchFunctionMode
 from slipstream.errors import ModelError
 from slipstream.models.head import base_model
 from slipstream.models.layout import PackedLayout, Segment
+from slipstream.types import NOT_ROUTED
 
-ROUTED_EXPERTS = "routed_experts"  # aligned array of a rollout, [L, M * k]
-NOT_RECORDED = -1  # in place of an expert: the router chooses for itself
 _ROUTERS = ("Router", "Gate", "Gating")  # how the names of such modules end in transformers
 
 
@@ -44,7 +43,7 @@ class Routers:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The smallest that holds every expert's number and NOT_RECORDED."""
+        """The smallest that holds every expert's number and NOT_ROUTED."""
         return torch.int8 if self.num_experts <= 128 else torch.int16
 
 
@@ -116,7 +115,7 @@ class Replay:
 
     def __init__(self, experts: torch.Tensor):
         self._experts = experts  # [T, M, k]
-        self._known = experts[..., 0] != NOT_RECORDED  # [T, M]
+        self._known = experts[..., 0] != NOT_ROUTED  # [T, M]
         self._compared: set[int] = set()
         self._different = torch.zeros((), dtype=torch.int64, device=experts.device)
 
@@ -145,7 +144,7 @@ class Replay:
 
 @contextmanager
 def replay(routers: Routers, experts: torch.Tensor) -> Iterator[Replay]:
-    """Have the routers choose `experts` [T, M, k] (any whole-number dtype; NOT_RECORDED throughout a token's k: its own choice).
+    """Have the routers choose `experts` [T, M, k] (any whole-number dtype; NOT_ROUTED throughout a token's k: its own choice).
 
     Keep it open for the backward pass as well: gradient checkpointing calls the routers again there.
     """

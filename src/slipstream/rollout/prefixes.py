@@ -70,6 +70,7 @@ class Prefix:
             spans=tuple(Span(max(s.start, start), s.end, s.incarnation, s.version, s.engine_id) for s in generation.spans if s.end > start),
             prefill_version=generation.prefill_version,
             stop_reason=self.stop_reason,
+            routing=generation.routing,
         )
 
 

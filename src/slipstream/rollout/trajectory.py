@@ -8,7 +8,19 @@ import msgspec
 import numpy as np
 
 from slipstream.protocols import Generation
-from slipstream.types import PrefixChunk, Purpose, Rollout, RolloutStatus, Sampling, Span, StopReason, Turn, join_spans
+from slipstream.types import (
+    NOT_ROUTED,
+    ROUTED_EXPERTS,
+    PrefixChunk,
+    Purpose,
+    Rollout,
+    RolloutStatus,
+    Sampling,
+    Span,
+    StopReason,
+    Turn,
+    join_spans,
+)
 
 LOGPROB_SLACK = 1e-6  # rounding of log_softmax: a logprob this far above 0 is 0
 
@@ -29,6 +41,7 @@ class Trajectory:
         self._mask: list[bool] = []
         self._spans: list[Span] = []
         self._turns: list[Turn] = []
+        self._routing: np.ndarray | None = None  # [n, experts per token] of the first n tokens
         self._prefill_version: tuple[int, int] | None = None
         self._kv = "kept"
 
@@ -54,6 +67,7 @@ class Trajectory:
         """Sampled tokens of an earlier incarnation of the run: ids, logprobs and spans as they were recorded. The turn stays open."""
         self._extend(prefix.token_ids.tolist(), prefix.logprobs.tolist(), sampled=True)
         self._spans.extend(prefix.spans)
+        self._routing = prefix.routing
         self._prefill_version = prefix.prefill_version
         self.stop_reason = prefix.stop_reason
         self._kv = "kept" if prefix.stop_reason else "recomputed"
@@ -66,6 +80,7 @@ class Trajectory:
             self._kv, self._prefill_version = "recomputed", generation.prefill_version
         else:
             self._prefill_version = self._prefill_version or generation.prefill_version
+        self._routing = generation.routing
         self.stop_reason = generation.stop_reason
 
     def end_turn(self, start: int, sampling: Sampling, duration_s: float, text: str) -> None:
@@ -110,10 +125,18 @@ class Trajectory:
             prefill_version=self._prefill_version,
             kv=self._kv,
             turns=tuple(self._turns),
+            arrays=self._arrays(),
             completion="\n".join(self.texts),
             duration_s=duration_s,
             interrupts=self.num_interrupts,
         )
+
+    def _arrays(self) -> dict[str, np.ndarray]:
+        """Named aligned arrays. An engine that keeps routing tells that of all tokens before the last at the end of every generation."""
+        if self._routing is None:
+            return {}
+        num_unrouted = len(self) - len(self._routing)
+        return {ROUTED_EXPERTS: np.pad(self._routing, ((0, num_unrouted), (0, 0)), constant_values=NOT_ROUTED)}
 
     def _extend(self, ids: list[int], logprobs: list[float], sampled: bool) -> None:
         self.token_ids.extend(ids)

@@ -1,4 +1,8 @@
-"""The keys and values of one stream: the pool, who holds which block of it, prompts, saved states; and the passes that make them."""
+"""The keys and values of one stream: the pool, who holds which block of it, prompts, saved states; and the passes that make them.
+
+Where routing is kept, the experts that a position was routed to lie in the pool beside its keys and values: what is shared, branched off,
+saved or made again is so for both, and a sequence's routing always is the one that made the keys and values it has.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from slipstream.engines.embedded.states import StateStore
 from slipstream.models.head import base_model
 from slipstream.models.layout import BLOCK_TOKENS, PagedLayout
 from slipstream.models.paged_attention import KVPool
+from slipstream.models.routing import Routers, record
 
 _FIRST_BLOCKS = 4  # per slot: what the pool starts with
 
@@ -23,8 +28,17 @@ class Cache:
     state at most as many as a sequence. So a running sequence always finds a block, if only that of a prompt that can be made again.
     """
 
-    def __init__(self, model: PreTrainedModel, *, slots: int, max_context: int, saved_states: int = 0, saved_bytes: int = 0):
-        self._model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int,
+        max_context: int,
+        saved_states: int = 0,
+        saved_bytes: int = 0,
+        routers: Routers | None = None,
+    ):
+        self._model, self._routers = model, routers
         self.blocks_per_sequence = -(-max_context // BLOCK_TOKENS)
         num_blocks = slots * (self.blocks_per_sequence + 1) + saved_states * self.blocks_per_sequence + 1
         self.pool = KVPool(min(num_blocks, slots * _FIRST_BLOCKS + 1))
@@ -65,7 +79,24 @@ class Cache:
             blocks=len(table),
             fresh=start == 0,
         )
-        base_model(self._model)(input_ids=torch.tensor([tokens], device=device), position_ids=positions, use_cache=False, layout=layout)
+        self.forward(torch.tensor([tokens], device=device), layout)
+
+    def forward(self, tokens: torch.Tensor, layout: PagedLayout) -> torch.Tensor:
+        """The body's last hidden states [B, T, d] of `tokens` [B, T]; their keys and values, and their routing, go into the pool."""
+        if self._routers is None:
+            return self._run(tokens, layout)
+        with record(self._routers) as recording:
+            hidden = self._run(tokens, layout)
+        self.pool.write_routing(recording.experts.flatten(1), layout.write_slots)
+        return hidden
+
+    def routing(self, blocks: list[int], num_tokens: int) -> np.ndarray | None:
+        """[num_tokens, experts per token] of the first positions of these blocks; None where routing is not kept."""
+        return None if self._routers is None else self.pool.read_routing(blocks, num_tokens).cpu().numpy()
+
+    def _run(self, tokens: torch.Tensor, layout: PagedLayout) -> torch.Tensor:
+        body = base_model(self._model)
+        return body(input_ids=tokens, position_ids=layout.positions, use_cache=False, layout=layout).last_hidden_state
 
     def _take(self, prompt_key: tuple) -> int:
         while not self.blocks.num_free:

@@ -18,6 +18,7 @@ from slipstream.engines.embedded.stream import MIN_ROWS, Admitted, Stream
 from slipstream.engines.embedded.versions import Version
 from slipstream.errors import ModelError
 from slipstream.models.attention import attach
+from slipstream.models.routing import Routers
 from slipstream.models.support import context_limit, num_embeddings
 from slipstream.types import Frame, GenerateRequest, Purpose, RequestKey, StopReason
 
@@ -30,7 +31,8 @@ class EmbeddedEngine:
     `decode` turns token ids into text, for stop strings. `slots` sequences run at a time on the live weights, and as many on a
     pinned copy. Decode passes are padded to `min_rows` rows (at least 4); `probe.py` finds the number at which a row's result does
     not depend on its neighbours. `seed` is mixed with that of each request. `policy` says what new weights do to running sequences;
-    `saved_states` and `saved_bytes` bound the states that it and `save` keep.
+    `saved_states` and `saved_bytes` bound the states that it and `save` keep. With the model's `routers`, its routing of the tokens of
+    training requests is reported when they end.
 
     Requests with purpose EVAL run on a copy of the weights made by `pin`, in ticks of their own and at low priority.
     """
@@ -49,6 +51,7 @@ class EmbeddedEngine:
         policy: InterruptPolicy = CONTINUE,
         saved_states: int = 64,
         saved_bytes: int = 1 << 30,
+        routers: Routers | None = None,
     ):
         limit = context_limit(model.config)
         if limit is not None and max_context > limit:
@@ -63,7 +66,7 @@ class EmbeddedEngine:
         self._decode = decode
         self._num_embeddings = num_embeddings(model)
         self._new_stream = partial(Stream, slots=slots, max_context=max_context, min_rows=min_rows, prefill_budget=prefill_budget)
-        self._live = self._new_stream(model, saved_states=saved_states, saved_bytes=saved_bytes)
+        self._live = self._new_stream(model, saved_states=saved_states, saved_bytes=saved_bytes, routers=routers)
         self._policy = policy
         self._pinned: _Pinned | None = None
         self._sequences: dict[int, tuple[Stream, Sequence]] = {}
@@ -190,6 +193,7 @@ class EmbeddedEngine:
             num_prefill_tokens=admitted.num_prefill_tokens,
             saved=saved,
             recomputed=admitted.recomputed,
+            routing=decoded.routing,
         )
 
     def _forget(self, sequence: Sequence) -> None:

@@ -23,8 +23,9 @@ from slipstream.engines.embedded.sequence import Sequence
 from slipstream.engines.embedded.states import SavedState
 from slipstream.engines.embedded.versions import Version
 from slipstream.errors import RunFailed
-from slipstream.models.head import base_model, head_logits
+from slipstream.models.head import head_logits
 from slipstream.models.layout import BLOCK_TOKENS, PagedLayout
+from slipstream.models.routing import Routers
 from slipstream.types import StopReason
 
 MIN_ROWS = 4  # below, the CPU's matrix product takes another kernel with another rounding
@@ -45,6 +46,7 @@ class Decoded(NamedTuple):
     token_ids: np.ndarray  # int32[B]
     logprobs: np.ndarray  # float32[B]
     finished: tuple[tuple[int, StopReason], ...]
+    routing: dict[int, np.ndarray] = {}  # of the finished ones by handle, where it is kept: see `Frame.routing`
 
 
 class Stream:
@@ -64,10 +66,11 @@ class Stream:
         prefill_budget: int = 1024,
         saved_states: int = 0,
         saved_bytes: int = 0,
+        routers: Routers | None = None,
     ):
         self.model = model
         self.waiting: dict[int, Sequence] = {}  # by handle, in order of submission
-        self.cache = Cache(model, slots=slots, max_context=max_context, saved_states=saved_states, saved_bytes=saved_bytes)
+        self.cache = Cache(model, slots=slots, max_context=max_context, saved_states=saved_states, saved_bytes=saved_bytes, routers=routers)
         self.draining = False  # nothing that waits starts
         self._slots: list[Sequence | None] = [None] * slots
         self._stale: dict[int, Sequence] = {}  # by handle: they hold a slot and pause until their keys and values are made again
@@ -182,13 +185,17 @@ class Stream:
         self._position[rows] += 1
         self._draws[rows] += 1
         finished: list[tuple[int, StopReason]] = []
+        routing: dict[int, np.ndarray] = {}
         for sequence, token in zip(sequences, tokens.tolist(), strict=True):
             reason = sequence.append(token)
             if reason is not None:
                 finished.append((sequence.handle, reason))
+                experts = self.cache.routing(sequence.blocks, len(sequence.tokens) - 1)
+                if experts is not None:
+                    routing[sequence.handle] = experts
                 self.remove(sequence)
         handles = np.array([s.handle for s in sequences], dtype=np.int32)
-        return Decoded(handles, tokens, logprobs, tuple(finished))
+        return Decoded(handles, tokens, logprobs, tuple(finished), routing)
 
     def _forward(self, rows: np.ndarray) -> torch.Tensor:
         """Logits [R, V] after the last token of each row."""
@@ -207,8 +214,7 @@ class Stream:
             blocks=num_blocks,
         )
         tokens = torch.from_numpy(np.pad(self._last[rows], (0, padding))).to(device)[:, None]
-        hidden = base_model(self.model)(input_ids=tokens, position_ids=positions, use_cache=False, layout=layout).last_hidden_state
-        return head_logits(self.model, hidden[:, 0])
+        return head_logits(self.model, self.cache.forward(tokens, layout)[:, 0])
 
     # ---- keys and values ---------------------------------------------------------------------------------------------------
 
