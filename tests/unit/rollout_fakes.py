@@ -72,13 +72,13 @@ class FakeEngine:
             for index, token in enumerate(list(self.reply(request))[: request.sampling.max_new_tokens]):
                 if self.before_token is not None:
                     await self.before_token(request, index)
-                await asyncio.sleep(0)
                 if self.interrupt(request, index):
                     self.version += 1
                     into.state, into.stop_reason = self.state, StopReason.INTERRUPT
                     for _ in range(5):  # others run before the worker is told
                         await asyncio.sleep(0)
                     return
+                await asyncio.sleep(0)
                 into.append(token, self.logprob, 1, self.version, "fake")
             ended = bool(into.token_ids) and into.token_ids[-1] in request.stop_token_ids
             into.stop_reason = StopReason.STOP if ended else StopReason.LENGTH

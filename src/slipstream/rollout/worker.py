@@ -192,7 +192,6 @@ class RolloutWorker:
         """The controller has dropped the group: its requests leave the engine at once, and nothing more is said of it."""
         if key in self._running:
             self._dropped.add(key)
-            self._recorder.forget_group(key[0])
             self._running[key].cancel()
 
     # ---- what they start
