@@ -59,12 +59,13 @@ def rows(s: dict[str, Any]) -> list[tuple[str, str]]:
         count = f"{s['evaluations']} evaluation" + ("" if s["evaluations"] == 1 else "s")
         skipped = f", {s['evaluations_skipped']} skipped" if s["evaluations_skipped"] else ""
         held_out = f"{number(s['eval_reward_first'])} → {number(s['eval_reward_last'])} ({count}{skipped})"
+    wasted = f", {percent(s['wasted_tokens'] / s['generated_tokens'])} of them wasted" if s["wasted_tokens"] else ""
     samples = f"{number(s['trained_samples'], 0)} trained, {number(s['trained_samples_per_s'], 1)} a second"
     return [
         ("held-out reward", held_out),
         ("steps", f"{s['steps']} in {duration(s['wall_s'])}" + (f", {s['skipped_steps']} skipped" if s["skipped_steps"] else "")),
         ("samples", samples),
-        ("tokens/s", f"{number(s['generated_tokens_per_s'], 0)} generated, {number(s['trained_tokens_per_s'], 0)} trained"),
+        ("tokens/s", f"{number(s['generated_tokens_per_s'], 0)} generated{wasted}, {number(s['trained_tokens_per_s'], 0)} trained"),
         (
             "staleness",
             f"mean {number(s['staleness_mean'], 2)}, max {_whole(s['staleness_max'])} "

@@ -54,6 +54,8 @@ def summarize(state: RunState, config: Config, run_folder: str, wall_s: float) -
         "skipped_steps": totals.skipped_steps,
         "filtered_groups": totals.filtered,
         "dropped_groups": sum(totals.dropped.values()),
+        "generated_tokens": totals.generated_tokens,
+        "wasted_tokens": sum(totals.wasted_tokens.values()),  # by cause: `slipstream inspect`
         "wall_s": wall_s,
     }
 
