@@ -250,7 +250,8 @@ def _dropped(state: RunState, event: ev.Dropped) -> None:
     state.totals.dropped[event.reason] += 1
     _count_failure(state, event.cause)
     _count_waste(state, event.reason, event.num_tokens)
-    _count_barren(state, f"group {event.group_id} {event.reason}: {event.cause}")
+    if event.reason != INTERRUPTED:  # that takes new weights, so groups were trained meanwhile: the run gets on
+        _count_barren(state, f"group {event.group_id} {event.reason}: {event.cause}")
 
 
 def _dropped_stale(state: RunState, event: ev.Dropped) -> None:
