@@ -137,6 +137,24 @@ def test_spans_that_cannot_be_are_bad_data(spans, why):
     assert problem is not None and re.search(why, problem)
 
 
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ([0, -1, -2, -3, 0, 0, 0], None),
+        ([np.nan, -1, -2, -3, 0, 0, np.nan], None),  # of tokens that were not sampled
+        ([0, -1, np.nan, -3, 0, 0, 0], "teacher_logprobs nan"),
+        ([0, -1, 0.5, -3, 0, 0, 0], "positive teacher_logprobs 0.5"),
+        ([0, -1], r"teacher_logprobs of shape \(2,\) for 7 tokens"),
+    ],
+)
+def test_logprobs_under_frozen_models_are_data_too(values, why):
+    group = group_with(Span(1, 4, 1, 0, "e"), length=7)
+    arrays = {"teacher_logprobs": np.array(values, dtype=np.float32), "other": np.array([np.nan])}
+    group = msgspec.structs.replace(group, rollouts=tuple(msgspec.structs.replace(r, arrays=arrays) for r in group.rollouts))
+    problem = bad_data(group, 2, {1: 3})
+    assert problem is None if why is None else problem is not None and re.search(why, problem)
+
+
 def test_a_group_misses_no_sample_and_has_a_reward():
     group = group_with(Span(1, 4, 1, 0, "e"))
     assert bad_data(group, 2, {1: 0}) is None and failure_of(group, 2) is None

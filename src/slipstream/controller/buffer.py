@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from slipstream.config.frozen_models import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 from slipstream.controller.events import BatchRecorded, LeftOut, StaleRule
 from slipstream.controller.selection import NOT_SELECTED, usable
 from slipstream.controller.stale import tally, treat
@@ -36,8 +37,8 @@ def bad_data(group: Group, group_size: int, newest_versions: dict[int, int], num
     """What makes this group unfit to train on (promise 4), None for a clean one.
 
     `num_samples`: how many were sampled, of which `group_size` were kept; as many by default. `newest_versions`: incarnation -> the newest
-    version it ever published. Every sampled token must come from a version that existed, and have a finite logprob <= 0; only sampled
-    tokens may be trained; rewards are finite.
+    version it ever published. Every sampled token must come from a version that existed, and have a finite logprob <= 0, under frozen
+    models too; only sampled tokens may be trained; rewards are finite.
     """
     num_samples = num_samples or group_size
     samples = sorted(r.sample for r in group.rollouts)
@@ -64,16 +65,24 @@ def _bad_rollout(rollout: Rollout, newest_versions: dict[int, int]) -> str | Non
             return f"token of version {span.incarnation}.{span.version}, newest is {span.incarnation}.{newest}"
         sampled[span.start : span.end] = True
         end = span.end
-    logprobs = rollout.logprobs[sampled]
-    if not np.isfinite(logprobs).all():
-        return f"logprob {logprobs[~np.isfinite(logprobs)][0]}"
-    if (logprobs > 0).any():
-        return f"positive logprob {logprobs.max()}"
+    frozen = {name: rollout.arrays[name] for name in (REFERENCE_LOGPROBS, TEACHER_LOGPROBS) if name in rollout.arrays}
+    for name, logprobs in {"logprob": rollout.logprobs, **frozen}.items():
+        if problem := _bad_logprobs(name, logprobs, sampled):
+            return problem
     if (rollout.loss_mask & ~sampled).any():
         return "the loss mask covers tokens that the model did not sample"
     if rollout.reward is not None and not math.isfinite(rollout.reward):
         return f"reward {rollout.reward}"
     return None
+
+
+def _bad_logprobs(name: str, logprobs: np.ndarray, sampled: np.ndarray) -> str | None:
+    if logprobs.shape != sampled.shape:
+        return f"{name} of shape {logprobs.shape} for {len(sampled)} tokens"
+    values = logprobs[sampled]
+    if not np.isfinite(values).all():
+        return f"{name} {values[~np.isfinite(values)][0]}"
+    return f"positive {name} {values.max()}" if (values > 0).any() else None
 
 
 def has_zero_variance(rewards: Sequence[float]) -> bool:
