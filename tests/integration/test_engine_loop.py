@@ -6,27 +6,29 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.engines.embedded.engine import EmbeddedEngine
+from slipstream.engines.embedded.interrupts import CONTINUE, InterruptPolicy
 from slipstream.engines.embedded.loop import run_engine
 from slipstream.engines.frames import FrameRouter
 from slipstream.errors import PeerLost
 from slipstream.protocols import Generation, Manifest, WeightsOffer
-from slipstream.types import EngineReport, Frame, GenerateRequest, Purpose, Sampling
+from slipstream.types import EngineReport, Frame, GenerateRequest, Purpose, Sampling, StopReason
 
 DEADLINE_S = 30
 
 
-def make_engine() -> EmbeddedEngine:
+def make_engine(policy: InterruptPolicy) -> EmbeddedEngine:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=256
     )
-    return EmbeddedEngine(LlamaForCausalLM(config), engine_id="e", slots=4, max_context=256)
+    return EmbeddedEngine(LlamaForCausalLM(config), engine_id="e", slots=4, max_context=256, policy=policy)
 
 
 def make_request(sample: int = 0, new: int = 20, min_version: int = 0) -> GenerateRequest:
@@ -83,8 +85,8 @@ class Page:
 class Running:
     """The loop as a task, and the requests it serves."""
 
-    def __init__(self) -> None:
-        self.engine, self.controller, self.page = make_engine(), FakeController(), Page()
+    def __init__(self, policy: InterruptPolicy) -> None:
+        self.engine, self.controller, self.page = make_engine(policy), FakeController(), Page()
         self.wake, self.router = asyncio.Event(), FrameRouter()
         self.frames: list[Frame] = []
         self.on_frame = lambda: None
@@ -113,8 +115,8 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running():
-    loop = Running()
+async def running(policy: InterruptPolicy = CONTINUE):
+    loop = Running(policy)
     async with asyncio.timeout(DEADLINE_S):
         yield loop
     loop.task.cancel()
@@ -165,6 +167,67 @@ def test_an_idle_engine_wakes_for_a_request_and_for_the_weights_it_needs() -> No
         assert loop.page.phases.count("adopt weights") == 2
         assert loop.page.phases.count("tick") == 9
         assert "idle" in loop.page.phases
+
+    asyncio.run(body())
+
+
+def test_a_draining_engine_finishes_what_runs_and_starts_the_rest_on_the_new_weights() -> None:
+    async def body() -> None:
+        async with running(InterruptPolicy("drain")) as loop:
+            loop.controller.offer(0)
+            first = [loop.generate(make_request(sample, 10 + 5 * sample)) for sample in range(3)]
+            waiting: list[tuple[Generation, asyncio.Future[None]]] = []
+
+            def offer_the_next() -> None:
+                if len(loop.frames) == 5:
+                    loop.controller.offer(1)
+                if len(loop.frames) == 8:  # in hand by now: a slot is free, but nothing new starts
+                    waiting.append(loop.generate(make_request(3, 4)))
+
+            loop.on_frame = offer_the_next
+            await asyncio.gather(*(ended for _, ended in first))
+            await waiting[0][1]
+        assert [[s.version for s in into.spans] for into, _ in first] == [[0], [0], [0]]
+        assert [s.version for s in waiting[0][0].spans] == [1]
+        assert [r.version for _, r in loop.controller.reports] == [0, 1] and len(loop.frames) == 20 + 4
+
+    asyncio.run(body())
+
+
+def test_a_controller_lost_while_the_engine_drains_ends_it_at_once() -> None:
+    async def body() -> None:
+        async with running(InterruptPolicy("drain")) as loop:
+            loop.controller.offer(0)
+            into, _ = loop.generate(make_request(0, 200))
+            loop.on_frame = lambda: len(loop.frames) == 5 and loop.controller.offers.put_nowait(PeerLost("the controller is gone"))
+            with pytest.raises(PeerLost, match="is gone"):
+                await loop.task
+            assert len(into.token_ids) < 10
+
+    asyncio.run(body())
+
+
+def test_interrupted_requests_are_told_and_go_on_when_they_are_asked_for_again() -> None:
+    async def body() -> None:
+        async with running(InterruptPolicy("abort_resume")) as loop:
+            loop.controller.offer(0)
+            into, ended = loop.generate(make_request())
+            loop.on_frame = lambda: len(loop.frames) == 5 and loop.controller.offer(1)
+            await ended
+            assert into.stop_reason is StopReason.INTERRUPT and into.state is not None
+            done = len(into.token_ids)
+            request = make_request(new=20 - done)
+            request = msgspec.structs.replace(
+                request,
+                token_ids=np.array([*request.token_ids, *into.token_ids], np.int32),
+                num_sampled=done,
+                oldest_version=0,
+                state=into.state,
+            )
+            rest, ended = loop.generate(request)
+            await ended
+            assert [s.version for s in rest.spans] == [1] and len(rest.token_ids) == 20 - done
+            assert sum(f.num_prefill_tokens for f in loop.frames) == 8, "the prompt, once"
 
     asyncio.run(body())
 

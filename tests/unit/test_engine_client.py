@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 from engine_harness import make_engine, prompt, request, run, tiny_model
 
 from slipstream.engines.embedded.client import InProcessClient
+from slipstream.engines.embedded.interrupts import InterruptPolicy
 from slipstream.protocols import Generation
 from slipstream.types import Purpose, StopReason
 
@@ -102,6 +104,49 @@ def test_a_refused_request_raises_at_once(model) -> None:
             await client.generate(request(0, 0, prompt(200)), Generation(200))
 
     asyncio.run(with_ticker(make_engine(model), body))
+
+
+def test_states_are_saved_by_key_and_freed(model) -> None:
+    async def body() -> None:
+        engine = make_engine(model)
+        client, wanted = InProcessClient(engine), request(0, 0, prompt(9), 100)
+        assert await client.save(wanted.key) is None, "nothing of that key runs"
+        task = await started(client, engine, wanted, Generation(9))
+        state = await client.save(wanted.key)
+        assert state is not None and len(engine._live.cache.states) == 1
+        await client.free(state)
+        await client.free(state)
+        assert len(engine._live.cache.states) == 0
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("moment", ["before the interrupt is told", "when it is told", "while it waits to go on"])
+def test_cancelling_an_interrupted_generation_frees_its_state(model, moment: str) -> None:
+    async def body() -> None:
+        engine = make_engine(model, policy=InterruptPolicy("abort_resume"))
+        client, wanted, into = InProcessClient(engine), request(0, 0, prompt(9), 100), Generation(9)
+        task = await started(client, engine, wanted, into)
+        engine.set_version(1, 1, "sum-1")
+        assert len(engine._live.cache.states) == 1
+        if moment != "before the interrupt is told":
+            client.feed(engine.tick())
+        if moment == "while it waits to go on":
+            await task
+            assert into.stop_reason is StopReason.INTERRUPT
+            ids = np.array([*wanted.token_ids, *into.token_ids], dtype=np.int32)
+            into.stop_reason = None
+            again = request(0, 0, ids, 90, prompt_length=9, num_sampled=3, oldest_version=0, state=into.state)
+            task = asyncio.create_task(client.generate(again, into))
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert engine._live.cache.blocks.num_taken == 0 and not engine.has_work() and len(client._router) == 0
+
+    asyncio.run(body())
 
 
 def test_unpinning_ends_evaluations_with_abort(model) -> None:

@@ -50,6 +50,22 @@ def test_a_stop_string_may_begin_in_a_recorded_prefix(model, sampled) -> None:
     assert generation.token_ids == sampled[11:12]
 
 
+def test_a_later_turn_that_goes_on_looks_at_its_own_tokens_alone(model, sampled) -> None:
+    """One whose turn began 2 tokens ago: a stop string may begin there, one in what was given before does not count."""
+    engine = make_engine(model)
+    engine._decode = lambda ids: "".join(chr(33 + t) for t in ids)
+    given, own = prompt(9), sampled[:2]
+    ids = np.array([*given, *own], dtype=np.int32)
+    fields = {"turn": 1, "prompt_length": 4, "num_sampled": 4, "num_sampled_in_turn": 2}
+    (whole,) = run(engine, request(0, 0, ids, 10, **fields))
+    straddling = engine._decode([*own, *whole.token_ids])[1:4]
+    (generation,) = run(engine, request(0, 0, ids, 10, stop_strings=(straddling,), **fields))
+    assert generation.token_ids == whole.token_ids[:2] and generation.stop_reason is StopReason.STOP
+    before = engine._decode([*given.tolist(), *own, *whole.token_ids])[7:12]  # begins in what was given
+    (generation,) = run(engine, request(0, 0, ids, 10, stop_strings=(before,), **fields))
+    assert generation.token_ids == whole.token_ids
+
+
 def test_a_stop_string_in_the_prompt_does_not_count(model, sampled) -> None:
     engine = make_engine(model)
     engine._decode = lambda ids: "".join(chr(33 + t) for t in ids)
@@ -126,6 +142,7 @@ def test_cancelling_frees_at_once_and_names_no_more(model) -> None:
         ({"ids": prompt(5), "prompt_length": 6}, "prompt_length 6"),
         ({"ids": np.array([3, VOCABULARY], dtype=np.int32)}, f"token id {VOCABULARY} is outside the model's vocabulary of {VOCABULARY}"),
         ({"ids": np.array([-1, 3], dtype=np.int32)}, "token id -1"),
+        ({"ids": prompt(5), "num_sampled": 2, "num_sampled_in_turn": 3}, "num_sampled_in_turn 3 is not within 0 and num_sampled 2"),
         ({"ids": prompt(5), "new": 0}, "max_new_tokens 0"),
         ({"ids": prompt(5), "temperature": 0.0}, "temperature 0 are for evaluation"),
         ({"ids": prompt(5), "sampling": Sampling(top_k=5)}, "top_k"),

@@ -26,6 +26,8 @@ class FakeEngine:
         self.pins: list[str] = []
         self.states: list[int] = []
         self.freed: list[int] = []
+        self.interrupt: int | None = None  # the next tick ends all that runs, and saves this state of it
+        self.remade = False
         self.version = (1, 3)
         self._next = 10
 
@@ -68,12 +70,18 @@ class FakeEngine:
         handles = list(self.running)
         tokens = [100 + self.running[h][1] for h in handles]
         first = tuple((h, *self.version) for h in handles if self.running[h][1] == 0)
-        finished = []
-        for handle in handles:
+        finished: list[tuple[int, StopReason]] = []
+        saved: tuple[tuple[int, int], ...] = ()
+        if self.interrupt is not None:
+            finished, saved = [(h, StopReason.INTERRUPT) for h in handles], tuple((h, self.interrupt) for h in handles)
+            self.running.clear()
+            self.interrupt = None
+        for handle in self.running:
             self.running[handle][1] += 1
             if self.running[handle][1] == self.running[handle][0].sampling.max_new_tokens:
                 finished.append((handle, StopReason.LENGTH))
-                del self.running[handle]
+        for handle, _ in finished:
+            self.running.pop(handle, None)
         return Frame(
             tick=0,
             engine_id="e0",
@@ -84,6 +92,8 @@ class FakeEngine:
             logprobs=np.full(len(handles), -0.5, np.float32),
             finished=tuple(finished),
             prefilled=first,
+            saved=saved,
+            recomputed=tuple(handles) if self.remade else (),
         )
 
 
@@ -216,6 +226,42 @@ def test_a_request_the_engine_refuses():
     run(main())
 
 
+def test_states_are_saved_by_key_and_freed():
+    async def main():
+        async with Wired() as w:
+            assert await w.client.save(request().key) is None, "nothing of that key runs"
+            task = asyncio.create_task(w.client.generate(request(new=10**9), Generation(4)))
+            await w.client.pin()  # the engine has read everything before this
+            assert await w.client.save(request().key) == 100
+            await w.client.free(100)
+            await w.client.pin()
+            assert w.engine.freed == [100]
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    run(main())
+
+
+def test_an_interrupt_is_told_with_its_state_and_whoever_gives_up_frees_it():
+    async def main():
+        async with Wired() as w:
+            into = Generation(4)
+            w.engine.interrupt = 7
+            await w.client.generate(request(new=10**9), into)
+            assert (into.stop_reason, into.state, into.recomputed) == (StopReason.INTERRUPT, 7, False)
+            into.stop_reason, w.engine.remade = None, True
+            task = asyncio.create_task(w.client.generate(request(new=10**9, length=5), into))
+            while len(into.token_ids) < 3:  # noqa: ASYNC110  # the fake engine ticks in this loop
+                await asyncio.sleep(0)
+            assert into.recomputed and into.prefill_version == (1, 3)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await w.client.pin()
+            assert w.engine.freed == [7] and not w.engine.running
+
+    run(main())
+
+
 def test_pin_and_unpin():
     async def main():
         async with Wired() as w:
@@ -248,12 +294,14 @@ def test_death_of_the_worker_frees_what_it_held():
         async with Wired() as w:
             tasks = [asyncio.create_task(w.client.generate(request(i, new=10**9), Generation(4))) for i in range(3)]
             await w.client.pin()
+            assert await w.client.save(request(1).key) == 100
             server_link = w.server._link
             assert server_link is not None
             w.client.link.abort("test")
             await server_link.wait_closed()
             await asyncio.gather(*tasks, return_exceptions=True)
             assert not w.engine.running and w.engine.pins == ["pin", "unpin"]
+            assert w.engine.freed == [100], "nobody is left who knows of them"
             again = await engine_socket.connect(w.path)
             into = Generation(4)
             await again.generate(request(), into)
