@@ -96,7 +96,8 @@ def test_opsm_follows_the_model_as_it_is_now():
     """After an update that made the mistake less likely, it is dropped; π_start has no part in it."""
     sampler = torch.tensor([-1.0, -1.0])
     for now, kept in ((-1.0, 1.0), (-2.0, 0.0)):
-        t = tokens_of(torch.full((2,), now, requires_grad=True), sampler_logprob=sampler, start_logprob=sampler, advantage=-torch.ones(2))
+        logprob = torch.full((2,), now, requires_grad=True)
+        t = tokens_of(logprob, sampler_logprob=sampler, start_logprob=sampler - 4, advantage=-torch.ones(2))
         assert weight_of(t, type="opsm", high=0.1).tolist() == [kept, kept]
 
 

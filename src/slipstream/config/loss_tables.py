@@ -29,54 +29,78 @@ class PolicyLoss:
 
     formula: str  # minimised, per token
     parameters: dict[str, Parameter]
+    source: str
     denominator: Literal["either", "recomputed", "none"] = "either"  # what π_old may be; none: the formula has none
     weighs_by_sampler: bool = False  # a factor π/μ or π_start/μ is in it already: a weight ρ beside it would count twice
 
 
 _CLIP = {"clip_low": Parameter(0.2), "clip_high": Parameter(0.2)}
-_CLIP_HIGHER = {"clip_low": Parameter(0.2), "clip_high": Parameter(0.28)}
 _MASK = {"mask_low": Parameter(0.2), "mask_high": Parameter(0.2)}
+_CAP = Parameter(20.0)
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "ppo_clip": PolicyLoss("-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)", {**_CLIP, "dual_clip": Parameter(None, above=1.0)}),
+    "ppo_clip": PolicyLoss(
+        "-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); where A < 0 at most -dual_clip A",
+        {**_CLIP, "dual_clip": Parameter(None, above=1.0)},
+        "PPO, arXiv:1707.06347; dual clip 1912.09729",
+    ),
     "gspo": PolicyLoss(
-        "-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean log r) per rollout",
+        "-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean log r) of the rollout",
         {"clip_low": Parameter(3e-4), "clip_high": Parameter(4e-4)},
+        "GSPO, arXiv:2507.18071",
     ),
     "gmpo": PolicyLoss(
-        "-A exp(mean log r) per rollout, log r limited to clip_high where A > 0 and -clip_low where A < 0",
+        "-A exp(mean log r) of the rollout; log r at most clip_high where A > 0, at least -clip_low where A < 0",
         {"clip_low": Parameter(0.4), "clip_high": Parameter(0.4)},
+        "GMPO, arXiv:2507.20673",
     ),
-    "cispo": PolicyLoss("-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log π", _CLIP_HIGHER),
-    "sapo": PolicyLoss("-4/τ sigmoid(τ (r - 1)) A, τ by the sign of A", {"tau_positive": Parameter(1.0), "tau_negative": Parameter(1.05)}),
+    "cispo": PolicyLoss(
+        "-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log π",
+        {"clip_low": Parameter(0.2), "clip_high": Parameter(0.28)},
+        "MiniMax-M1, arXiv:2506.13585",
+    ),
+    "sapo": PolicyLoss(
+        "-4/τ sigmoid(τ (r - 1)) A, τ by the sign of A",
+        {"tau_positive": Parameter(1.0), "tau_negative": Parameter(1.05)},
+        "SAPO, arXiv:2511.20347",
+    ),
     "dppo_tv": PolicyLoss(
-        "-keep sg(min(r, ratio_cap)) A log π, keep unless π - π_old leaves mask_low .. mask_high on the side of A",
-        {**_MASK, "ratio_cap": Parameter(20.0)},
+        "-keep sg(min(r, ratio_cap)) A log π; not kept: A > 0 and π - π_old > mask_high, A < 0 and π_old - π > mask_low",
+        {**_MASK, "ratio_cap": _CAP},
+        "DPPO, arXiv:2602.04879",
     ),
     "dppo_kl": PolicyLoss(
-        "-keep sg(min(r, ratio_cap)) A log π, keep unless the binary KL(π_old, π) exceeds mask_low, mask_high on the side of A",
-        {"mask_low": Parameter(0.05), "mask_high": Parameter(0.05), "ratio_cap": Parameter(20.0)},
+        "as dppo_tv; the distance is KL(π_old, π) of (this token, any other), with the sign of π - π_old",
+        {"mask_low": Parameter(0.05), "mask_high": Parameter(0.05), "ratio_cap": _CAP},
+        "DPPO, arXiv:2602.04879",
     ),
     "dppo_behaviour": PolicyLoss(
-        "-keep A c + square_weight (log c)², keep unless π - μ leaves mask_low .. mask_high on the side of A",
+        "-keep A c + square_weight (log c)²; keep as dppo_tv, on π - μ",
         {**_MASK, "square_weight": Parameter(1e-3, zero_allowed=True)},
+        "prime-rl's default",
         denominator="none",
         weighs_by_sampler=True,
     ),
     "topr": PolicyLoss(
         "-A log π where A > 0, -sg(min(c, ratio_cap)) A log π where A < 0",
         {"ratio_cap": Parameter(1.0)},
+        "TOPR, arXiv:2503.14286",
         denominator="none",
         weighs_by_sampler=True,
     ),
     "reinforce": PolicyLoss(
-        "-sg(min(c, 1 + clip_high)) A log π", {"clip_high": Parameter(0.02)}, denominator="none", weighs_by_sampler=True
+        "-sg(min(c, 1 + clip_high)) A log π",
+        {"clip_high": Parameter(0.02)},
+        "Williams 1992; weights truncated as in Ionides 2008",
+        denominator="none",
+        weighs_by_sampler=True,
     ),
-    "kimi": PolicyLoss("-(A log π - τ/2 (log r)²)", {"tau": Parameter(0.1)}),
-    "dro": PolicyLoss("-(A log π - β/2 (log r)²)", {"beta": Parameter(0.05)}),
+    "kimi": PolicyLoss("-(A log π - τ/2 (log r)²)", {"tau": Parameter(0.1)}, "Kimi k1.5, arXiv:2501.12599"),
+    "dro": PolicyLoss("-(A log π - β/2 (log r)²)", {"beta": Parameter(0.05)}, "DRO, arXiv:2405.19107"),
     "decoupled_ppo": PolicyLoss(
         "-min(ρ, ratio_cap) min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)",
         {**_CLIP, "ratio_cap": Parameter(5.0)},
+        "arXiv:2110.00641; AReaL, 2505.24298",
         denominator="recomputed",
         weighs_by_sampler=True,
     ),
@@ -90,16 +114,19 @@ class Advantage:
     """One row of the table; mean and std are over the rollouts of one group and agent."""
 
     formula: str
+    source: str
     needs_siblings: bool = True  # without them nothing is taken from the reward
 
 
 ADVANTAGES: dict[str, Advantage] = {
-    "group_mean_std": Advantage("(R - mean) / (std + 1e-6)"),
-    "group_mean": Advantage("R - mean"),
-    "leave_one_out": Advantage("R - mean of the others"),
-    "group_mean_then_batch_whiten": Advantage("R - mean, then whitened over the batch's tokens", needs_siblings=False),
-    "length_weighted_baseline": Advantage("R - Σ length R / Σ length"),
-    "max_rl": Advantage("(R - mean) / mean"),
+    "group_mean_std": Advantage("(R - mean) / (std + 1e-6)", "GRPO, arXiv:2402.03300"),
+    "group_mean": Advantage("R - mean", "Dr. GRPO, arXiv:2503.20783"),
+    "leave_one_out": Advantage("R - mean of the others", "RLOO, arXiv:2402.14740"),
+    "group_mean_then_batch_whiten": Advantage(
+        "R - mean, then whitened over the batch's tokens", "REINFORCE++ baseline, arXiv:2501.03262", needs_siblings=False
+    ),
+    "length_weighted_baseline": Advantage("R - Σ length R / Σ length", "OPO, arXiv:2505.23585"),
+    "max_rl": Advantage("(R - mean) / mean", "MaxRL, arXiv:2602.02710"),
 }
 
 AGGREGATIONS: dict[str, str] = {
@@ -116,6 +143,7 @@ class CorrectionType:
     """One row of the table: which keys a correction takes. `levels` empty: it takes no level; the first is the default."""
 
     formula: str  # the weight
+    source: str
     bounds: tuple[str, ...]  # of "low" and "high", each needed
     levels: tuple[str, ...] = ()
     statistics: tuple[str, ...] = ()
@@ -124,15 +152,27 @@ class CorrectionType:
     uses_start: bool = True  # needs the logprobs of the weights at the start of the step
 
 
+_MIS = "Liu et al. 2025, When speed kills stability"
+
 CORRECTIONS: dict[str, CorrectionType] = {
-    "truncate": CorrectionType("min(ρ, high)", ("high",), ("token", "sequence"), weighs=True),
-    "mask": CorrectionType("ρ where low <= ρ <= high, else 0", ("low", "high"), ("token", "sequence"), weighs=True),
-    "geometric": CorrectionType("1 where low <= (∏ρ)^(1/T) <= high of the rollout, else 0", ("low", "high")),
-    "opsm": CorrectionType("0 for rollouts with A < 0 and mean(log μ - log π) > high, else 1", ("high",), uses_start=False),
-    "m2po": CorrectionType("0 for the largest (log ρ)² of the batch until their mean is <= high, else 1", ("high",), whole_batch=True),
-    "version_gate": CorrectionType("1 for tokens at most high versions old, else 0", ("high",), uses_start=False),
+    "truncate": CorrectionType("min(ρ, high)", "TIS, Yao et al. 2025", ("high",), ("token", "sequence"), weighs=True),
+    "mask": CorrectionType(
+        "ρ where low <= ρ <= high, else 0", f"MIS, {_MIS}; IcePop, arXiv:2510.18855", ("low", "high"), ("token", "sequence"), weighs=True
+    ),
+    "geometric": CorrectionType("1 where low <= (∏ρ)^(1/T) <= high of the rollout, else 0", _MIS, ("low", "high")),
+    "opsm": CorrectionType(
+        "0 for rollouts with A < 0 and mean(log μ - log π) > high, else 1",
+        "DeepSeek-V3.2, arXiv:2512.02556",
+        ("high",),
+        uses_start=False,
+    ),
+    "m2po": CorrectionType(
+        "0 for the largest (log ρ)² of the batch until their mean is <= high, else 1", "M2PO, arXiv:2510.01161", ("high",), whole_batch=True
+    ),
+    "version_gate": CorrectionType("1 for tokens at most high versions old, else 0", "", ("high",), uses_start=False),
     "reject": CorrectionType(
-        "1 where the statistic of ρ is within its bounds (k1: low <= 1/ρ <= high), else 0",
+        "1 where k1 = -log ρ is in log low .. log high, k2 = (log ρ)²/2 or k3 = ρ - 1 - log ρ at most high, else 0",
+        "Schulman 2020; verl's rejection sampling",
         ("low", "high"),  # low: of k1 alone
         ("token", "sequence", "sequence_mean", "sequence_max"),
         ("k1", "k2", "k3"),
