@@ -100,6 +100,11 @@ class RolloutSettings(Settings):
     max_interrupts: int = Field(
         default=8, ge=1, description="abort_retry: how often one rollout is started anew before its group is dropped."
     )
+    keep_routing: bool | None = Field(
+        default=None,
+        description="Mixtures of experts: the engine records which experts each token was routed to, and the trainer routes it likewise. By "
+        "default for every model that has routers; false lets the trainer route by itself.",
+    )
     environment: Literal["single_turn", "tools"] = Field(default="single_turn", description="What a rollout talks to.")
     tools: list[str] = Field(default=[], description="'module:function' or 'file.py:function' of each tool (environment = 'tools').")
     tool_timeout_s: float = Field(default=10.0, gt=0, description="Deadline of one tool call.")
@@ -169,7 +174,7 @@ class TrainerSettings(Settings):
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW weight decay (matrices only).")
     betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW betas.")
     updates_per_batch: int = Field(
-        default=1, ge=1, description="Passes over each batch; with more than one update the denominator is that of the first."
+        default=1, ge=1, description="Passes over each batch. A recomputed denominator is that of the weights before the first update."
     )
     minibatches: int = Field(default=1, ge=1, description="Parts of a batch, whole groups, with an optimizer update each.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradient clipping.")
