@@ -55,14 +55,6 @@ class Intake:
         return self._journal.state
 
     @property
-    def _newest_allowed(self) -> int:
-        """Groups whose permit is above this wait here, where no deadline of theirs runs: no engine can have such a version yet, or under a
-        barrier none has it and none will while groups are out."""
-        if self._config.rollout.interrupt == "barrier":
-            return -1 if self._taking_weights else self._state.confirmed
-        return self._state.newest
-
-    @property
     def may_hand_out(self) -> bool:
         """Whether some group, one that comes back or a new one, may run now."""
         return self._may_go_on or self.gate > 0
@@ -70,14 +62,21 @@ class Intake:
     @property
     def _may_go_on(self) -> bool:
         """Whether the first group that no worker has may run on some engine."""
-        return bool(self._unassigned) and self._state.permit(self._unassigned[0]) <= self._newest_allowed
+        return bool(self._unassigned) and self._may_run(self._unassigned[0])
+
+    def _may_run(self, group_id: int) -> bool:
+        """A group waits here, where no deadline of its runs, while no engine can have the version of its permit: it is not published, or
+        under a barrier no engine takes weights while groups are out."""
+        barrier = self._config.rollout.interrupt == "barrier"
+        newest = (-1 if self._taking_weights else self._state.confirmed) if barrier else self._state.newest
+        return max(0, self._state.permit(group_id)) <= newest
 
     @property
     def gate(self) -> int:
         """New groups that may be admitted now; the first of them may run on some engine."""
         state = self._state
         needed = admission.still_needed(self._config.trainer.steps, state.next_batch, state.groups_per_step, len(state.live))
-        if state.permit(state.next_draw) > self._newest_allowed:
+        if not self._may_run(state.next_draw):
             return 0
         return min(needed, admission.free_slots(state.slots_taken, state.num_slots))
 
