@@ -21,7 +21,7 @@ from trainer_models import (
     tiny_model,
 )
 
-from slipstream.config.losses import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, PRESETS
+from slipstream.config.loss_tables import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, PRESETS
 from slipstream.errors import DataError
 from slipstream.trainer.advantages import group_mean_std
 from slipstream.trainer.logprobs import TokenOutputs

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from slipstream.config.frozen_models import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, stage_models
-from slipstream.config.losses import CORRECTIONS, resolve
+from slipstream.config.loss_tables import CORRECTIONS
+from slipstream.config.losses import resolve
 from slipstream.config.settings import Config
 from slipstream.trainer import corrections, kl, losses
 from slipstream.trainer.logprobs import TokenOutputs
