@@ -32,6 +32,11 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def per_layer(recording) -> torch.Tensor:
+    """[T, M, k]"""
+    return recording.experts.unflatten(1, (2, 2))
+
+
 def chosen_by_experts(model) -> list[torch.Tensor]:
     """What the expert modules are told, layer by layer, from now on."""
     seen: list[torch.Tensor] = []
@@ -74,12 +79,12 @@ def test_replaying_its_own_record_changes_nothing(kind: str) -> None:
     with record(routers) as seen:
         recorded = forward(model)
     assert torch.equal(recorded, plain)
-    assert seen.experts.shape == (TOKENS, 2, 2) and seen.experts.dtype == torch.int8
-    assert all(torch.equal(seen.experts[:, layer].long(), told[layer]) for layer in range(2))
+    assert seen.experts.shape == (TOKENS, 2 * 2) and seen.experts.dtype == torch.int8
+    assert all(torch.equal(seen.experts[:, 2 * layer : 2 * layer + 2].long(), told[layer]) for layer in range(2))
     with replay(routers, seen.experts) as replayed:
         again = forward(model)
     assert torch.equal(again, plain)
-    assert (replayed.num_different, replayed.num_recorded, replayed.num_tokens) == (0, 2 * TOKENS, 2 * TOKENS)
+    assert (replayed.num_different, replayed.num_recorded, replayed.num_choices) == (0, 2 * TOKENS, 2 * TOKENS)
     assert not any("forward" in vars(m) for m in model.modules())
 
 
@@ -93,12 +98,12 @@ def test_other_routers_follow_the_record(kind: str) -> None:
     routers, told = find_routers(other), chosen_by_experts(other)
     with record(routers) as own:
         free = forward(other)
-    different = (own.experts.sort(-1).values != seen.experts.sort(-1).values).any(-1)
+    different = (per_layer(own).sort(-1).values != per_layer(seen).sort(-1).values).any(-1)
     assert 0.2 < different.float().mean() < 1
     del told[:]
     with replay(routers, seen.experts) as replayed:
         held = forward(other)
-    assert all(torch.equal(seen.experts[:, layer].long(), told[layer]) for layer in range(2))
+    assert all(torch.equal(seen.experts[:, 2 * layer : 2 * layer + 2].long(), told[layer]) for layer in range(2))
     assert replayed.num_different >= different[:, 0].sum(), "of the first layer, whose input is the same"
     assert (held - free).abs().max() > 0.1
 
@@ -110,7 +115,7 @@ def test_the_weights_of_the_experts_are_this_models_own(kind: str) -> None:
     routers = find_routers(model)
     with record(routers) as seen:
         plain = forward(model)
-    with replay(routers, seen.experts.flip(-1)) as replayed:
+    with replay(routers, per_layer(seen).flip(-1).flatten(1)) as replayed:
         flipped = forward(model)
     assert replayed.num_different == 0
     assert (flipped - plain).abs().max() < 1e-5
@@ -197,7 +202,7 @@ def test_a_dense_model_keeps_nothing() -> None:
 def test_a_record_of_another_shape_is_refused() -> None:
     routers = find_routers(tiny_mixture("mixtral"))
     with (
-        pytest.raises(ValueError, match=r"shape \(5, 3, 2\), the model's routers choose \[T, 2, 2\]"),
-        replay(routers, torch.zeros(5, 3, 2)),
+        pytest.raises(ValueError, match=r"shape \(5, 6\); the model's routers choose 4 for each token"),
+        replay(routers, torch.zeros(5, 6)),
     ):
         pass

@@ -89,6 +89,7 @@ FIXED = (
     "rollout.interrupt",
     "rollout.kv",
     "rollout.interrupt_after",
+    "rollout.keep_routing",
     "rollout.environment",
     "rollout.tools",
     "rollout.max_turns",

@@ -21,6 +21,7 @@ from slipstream.logprobs.loading import load_frozen_model, load_stage
 from slipstream.logprobs.stage import LogprobStage
 from slipstream.models.loading import load_model
 from slipstream.models.probe import probe
+from slipstream.models.routing import kept_routers
 from slipstream.protocols import WeightsOffer
 from slipstream.trainer.checkpoint import load_checkpoint
 from slipstream.trainer.trainer import Trainer
@@ -76,4 +77,5 @@ def build_engine(config: Config) -> EmbeddedEngine:
         policy=InterruptPolicy.of(config.rollout),
         saved_states=config.engine.saved_states,
         saved_bytes=config.engine.saved_mib << 20,
+        routers=kept_routers(model, config.rollout.keep_routing),
     )

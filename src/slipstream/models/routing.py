@@ -96,10 +96,10 @@ class Recording:
 
     @property
     def experts(self) -> torch.Tensor:
-        """[T, M, k] in `Routers.dtype`; within a token and layer in the order of the router."""
+        """[T, M * k] in `Routers.dtype`: a token's experts layer after layer, in the order that the router named them."""
         chosen = [c for c in self._chosen if c is not None]
         assert len(chosen) == len(self._chosen), "the pass left routers out"
-        return torch.stack(chosen, dim=1).to(self._dtype)
+        return torch.cat(chosen, dim=1).to(self._dtype)
 
 
 @contextmanager
@@ -120,8 +120,8 @@ class Replay:
         self._different = torch.zeros((), dtype=torch.int64, device=experts.device)
 
     @property
-    def num_tokens(self) -> int:
-        """(token, layer) pairs of the pass, recorded or not."""
+    def num_choices(self) -> int:
+        """Choices of a router for a token in the pass, recorded or not."""
         return self._known.numel()
 
     @property
@@ -130,7 +130,7 @@ class Replay:
 
     @property
     def num_different(self) -> int:
-        """(token, layer) pairs with a record for which the model's own choice is another set of experts."""
+        """Recorded choices in whose place the router's own would have been another set of experts."""
         return int(self._different)
 
     def answer(self, layer: int, scores: torch.Tensor, own: torch.return_types.topk) -> torch.return_types.topk:
@@ -144,14 +144,15 @@ class Replay:
 
 @contextmanager
 def replay(routers: Routers, experts: torch.Tensor) -> Iterator[Replay]:
-    """Have the routers choose `experts` [T, M, k] (any whole-number dtype; NOT_ROUTED throughout a token's k: its own choice).
+    """Have the routers choose `experts` [T, M * k], a token's in layer order (NOT_ROUTED throughout: they choose for themselves).
 
     Keep it open for the backward pass as well: gradient checkpointing calls the routers again there.
     """
-    width = (len(routers.modules), routers.top_k)
-    if experts.shape[1:] != width:
-        raise ValueError(f"the recorded experts have shape {tuple(experts.shape)}, the model's routers choose [T, {width[0]}, {width[1]}]")
-    replayed = Replay(experts)
+    if experts.shape[1:] != (routers.width,):
+        raise ValueError(
+            f"the recorded experts have shape {tuple(experts.shape)}; the model's routers choose {routers.width} for each token"
+        )
+    replayed = Replay(experts.unflatten(1, (len(routers.modules), routers.top_k)))
     with _answering(routers.modules, replayed.answer):
         yield replayed
 

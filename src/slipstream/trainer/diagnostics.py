@@ -26,6 +26,7 @@ class Diagnostics:
         self._masked = _per_lag(np.array(list(masked.keys()), dtype=np.int64), np.array(list(masked.values()), dtype=np.float64))
         self._before: dict[str, list[np.ndarray]] = {}  # columns, one array [N] per micro-batch
         self._updates: dict[str, list[np.ndarray]] = {}  # the same, of every pass over the batch
+        self._routing = np.zeros(3)  # choices of a router for a token: all, those recorded, those where the model's own differs
         self._applied: list[tuple[float, float]] = []  # (loss, gradient norm) of each update that was made
 
     @torch.no_grad()
@@ -46,6 +47,10 @@ class Diagnostics:
         """One of the step's passes: tokens [N] whose gradient the policy loss cut off, tokens that have no weight in it."""
         _append(self._updates, {"lag": m.staleness.clamp(max=MAX_LAG), "clipped": cut, "rejected": rejected})
 
+    def routing(self, choices: int, recorded: int, different: int) -> None:
+        """Of a micro-batch's first pass: choices of a router for a token, those recorded, and of these those it would not have made."""
+        self._routing += (choices, recorded, different)
+
     def update(self, loss: float, norm: float, applied: bool) -> None:
         """One optimizer update, made or skipped."""
         if applied:
@@ -57,6 +62,11 @@ class Diagnostics:
         if self._applied:
             out["loss"], out["grad_norm"] = (float(np.mean(values)) for values in zip(*self._applied, strict=True))
         out["updates"] = float(len(self._applied))
+        choices, recorded, different = self._routing.tolist()
+        if choices:
+            out["routing_recorded_fraction"] = recorded / choices
+        if recorded:
+            out["router_disagreement"] = different / recorded
         if not self._before:
             return out
         before = {name: np.concatenate(parts) for name, parts in self._before.items()}

@@ -38,6 +38,7 @@ class MicroBatch:
     num_sequences: int
     weight: torch.Tensor  # float32[N], the token's share of the loss; over a whole batch they are made once, so that splits add up
     arrays: dict[str, torch.Tensor]  # float32[N] each, logprobs under other models
+    routing: torch.Tensor | None = None  # int8 or int16 [T, routing width], NOT_ROUTED where nothing is recorded; None: it is not kept
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Itself, where it is there already."""
@@ -84,7 +85,7 @@ class _Builder:
         self._sequences: list[Sequence] = []
         self._forks: list[tuple[int, int]] = []  # (owner, offset): the first `offset` tokens are the owner's; (-1, 0) for none
         self._extents: list[int] = []  # tokens of the sequence that must be packed, shared ones included
-        self._prompts: dict[tuple[int, bytes], int] = {}
+        self._prompts: dict[tuple[int, bytes, bytes], int] = {}
         self._samples: dict[tuple[int, int], int] = {}
 
     def cost(self, sequence: Sequence) -> int:
@@ -120,8 +121,8 @@ class _Builder:
         if sequence.parent is not None:
             sample, offset = sequence.parent
             owner = self._samples.get((sequence.group, sample), -1)
-            if owner >= 0 and not np.array_equal(self._sequences[owner].token_ids[:offset], sequence.token_ids[:offset]):
-                owner = -1  # the record's parent was rewritten since: share no more than the prompt
+            if owner >= 0 and _prefix(self._sequences[owner], offset) != _prefix(sequence, offset):
+                owner = -1  # the record's parent was rewritten since, or routed anew: share no more than the prompt
         if owner < 0:
             owner, offset = self._prompts.get(_prompt_key(sequence), -1), sequence.prompt_length
         while owner >= 0 and offset <= self._forks[owner][1]:  # the fork lies in what the owner itself shares
@@ -165,7 +166,18 @@ class _Builder:
             num_sequences=len(counts),
             weight=tokens(gather([s.weight for s in self._sequences], np.float32)),
             arrays={name: tokens(gather([s.arrays[name] for s in self._sequences], np.float32)) for name in self._sequences[0].arrays},
+            routing=self._routing(layout.num_tokens, paths),
         )
+
+    def _routing(self, num_tokens: int, paths: list[np.ndarray]) -> torch.Tensor | None:
+        """[T, routing width]. Where sequences share tokens they agree on these tokens' routing."""
+        parts = [s.routing for s in self._sequences if s.routing is not None]
+        if not parts:
+            return None
+        routing = np.empty((num_tokens, parts[0].shape[1]), dtype=np.result_type(*parts))
+        for part, path in zip(parts, paths, strict=True):
+            routing[path] = part[: len(path)]
+        return torch.from_numpy(routing)
 
     def _lay_out(self) -> tuple[list[Segment], list[np.ndarray]]:
         """The segments, and each sequence's path: packed position per token, as far as it is packed."""
@@ -192,8 +204,14 @@ class _Builder:
         return segments, paths
 
 
-def _prompt_key(sequence: Sequence) -> tuple[int, bytes]:
-    return sequence.group, np.ascontiguousarray(sequence.token_ids[: sequence.prompt_length]).tobytes()
+def _prompt_key(sequence: Sequence) -> tuple[int, bytes, bytes]:
+    return sequence.group, *_prefix(sequence, sequence.prompt_length)
+
+
+def _prefix(sequence: Sequence, length: int) -> tuple[bytes, bytes]:
+    """What the first tokens' hidden states depend on: tokens and their routing."""
+    routing = b"" if sequence.routing is None else sequence.routing[:length].tobytes()
+    return sequence.token_ids[:length].tobytes(), routing
 
 
 def _head_rows(predictor: np.ndarray, temperature: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

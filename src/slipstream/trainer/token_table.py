@@ -13,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 
 from slipstream.errors import DataError, StalenessError
-from slipstream.types import Batch, Rollout
+from slipstream.types import NOT_ROUTED, ROUTED_EXPERTS, Batch, Rollout
 
 LOSS_WEIGHT = "loss_weight"  # aligned array of a rollout: what is left of a token's weight because of its age; absent: 1 everywhere
 
@@ -43,6 +43,7 @@ class Sequence:
     weight: np.ndarray  # float32: the token's share of the loss: the aggregation's, times what its age leaves of it
     prefix_kv: np.ndarray  # int8, PrefixKV
     arrays: dict[str, np.ndarray] = field(default_factory=dict)  # float32 each: logprobs under other models
+    routing: np.ndarray | None = None  # int8 or int16 [L, routing width]; None: routing is not kept
 
     @property
     def needed(self) -> int:
@@ -57,13 +58,14 @@ def token_table(
     *,
     default_temperature: float = 1.0,
     arrays: Seq[str] = (),
+    routing_width: int = 0,
 ) -> list[Sequence]:
     """The batch's rollouts that have trained tokens, those of their loss mask.
 
     `advantages` and `weights` (of each trained token, by the aggregation; 1 by default) have one number per rollout, in order. Tokens that
     are too old have left the loss mask already (`controller.buffer.make_batch`); those that count less have a loss weight. `arrays` names
-    the logprobs under other models that the loss needs. Raises StalenessError for a token from the future, DataError for one that cannot
-    be trained.
+    the logprobs under other models that the loss needs; `routing_width` is how many experts a token is routed to, all layers together,
+    where recorded routing is to be replayed. Raises StalenessError for a token from the future, DataError for one that cannot be trained.
     """
     out, index = [], 0
     for place, group in enumerate(batch.groups):
@@ -89,6 +91,7 @@ def token_table(
                         weight=_loss_weight(where, rollout, targets) * np.float32(1 if weights is None else weights[index]),
                         prefix_kv=_prefix_kv(rollout, versions, batch.step)[targets],
                         arrays={name: other_logprobs(rollout, name, targets) for name in arrays},
+                        routing=_routing(where, rollout, routing_width) if routing_width else None,
                     )
                 )
             index += 1
@@ -139,6 +142,18 @@ def _loss_weight(where: str, rollout: Rollout, targets: np.ndarray) -> np.ndarra
     if not (np.isfinite(chosen).all() and (chosen >= 0).all()):
         raise DataError(f"{where} has a loss weight that is not a finite number of at least 0")
     return chosen.astype(np.float32, copy=False)
+
+
+def _routing(where: str, rollout: Rollout, width: int) -> np.ndarray:
+    """[L, width]: the experts that each token was routed to; NOT_ROUTED where that was not recorded."""
+    recorded = rollout.arrays.get(ROUTED_EXPERTS)
+    if recorded is None:
+        return np.full((len(rollout.token_ids), width), NOT_ROUTED, dtype=np.int8)
+    if recorded.shape != (len(rollout.token_ids), width):
+        raise DataError(
+            f"{where} has {ROUTED_EXPERTS} of shape {recorded.shape}; the model routes {len(rollout.token_ids)} tokens x {width}"
+        )
+    return recorded
 
 
 def _prefix_kv(rollout: Rollout, versions: np.ndarray, newest: int) -> np.ndarray:

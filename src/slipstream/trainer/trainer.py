@@ -19,6 +19,7 @@ from slipstream.config.frozen_models import trainer_teacher
 from slipstream.config.settings import Config
 from slipstream.errors import DataError, RunFailed
 from slipstream.models.head import base_model
+from slipstream.models.routing import Replay, kept_routers, replay
 from slipstream.tensors import dtype_name
 from slipstream.trainer import advantages
 from slipstream.trainer.aggregation import token_weights
@@ -65,6 +66,7 @@ class Trainer:
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # the older name
             enable({"use_reentrant": False})  # type: ignore[operator]
             model.train()  # transformers recomputes only in training mode
+        self.routers = kept_routers(model, config.rollout.keep_routing)
         self.optimizer = Optimizer(model, config.trainer)
 
     @property
@@ -132,6 +134,7 @@ class Trainer:
             weights,
             default_temperature=self.config.rollout.temperature,
             arrays=self.objective.arrays,
+            routing_width=0 if self.routers is None else self.routers.width,
         )
         return [[s for s in sequences if s.group in part] for part in parts]
 
@@ -144,9 +147,10 @@ class Trainer:
     def _first_pass(self, works: list[_Work], diagnostics: Diagnostics) -> None:
         for work in works:
             m = work.micro_batch.to(self.device)
-            outputs = self.forward(m)
+            with self._routed(m) as replayed:
+                outputs = self.forward(m)
             work.start_logprob = outputs.logprob
-            self._tell_before(m, outputs, diagnostics)
+            self._tell_before(m, outputs, replayed, diagnostics)
             work.told = True
         if self.objective.loss.needs_whole_batch:
             sampler_logprob = torch.cat([work.micro_batch.sampler_logprob for work in works]).to(self.device)
@@ -174,19 +178,32 @@ class Trainer:
     def _accumulate(self, work: _Work, diagnostics: Diagnostics) -> torch.Tensor:
         """Forward and backward of one micro-batch: its gradient is added to the optimizer's, its share of the loss is returned."""
         m = work.micro_batch.to(self.device)
-        outputs = self.forward(m)
-        value = self.objective(m, outputs, work.start_logprob, work.batch_weight)
-        value.loss.backward()
+        with self._routed(m) as replayed:
+            outputs = self.forward(m)
+            value = self.objective(m, outputs, work.start_logprob, work.batch_weight)
+            value.loss.backward()
         if not work.told:
-            self._tell_before(m, outputs, diagnostics)
+            self._tell_before(m, outputs, replayed, diagnostics)
             work.told = True
         diagnostics.pass_over(m, value.cut, value.rejected)
         return value.loss.detach()
 
-    def _tell_before(self, m: MicroBatch, outputs: TokenOutputs, diagnostics: Diagnostics) -> None:
+    @contextmanager
+    def _routed(self, m: MicroBatch) -> Iterator[Replay | None]:
+        """Within, the model routes the tokens as the sampler did, in the forward and in the backward pass; None: it routes by itself."""
+        if self.routers is None:
+            yield None
+            return
+        assert m.routing is not None, "the token table was made for these routers"
+        with replay(self.routers, m.routing) as replayed:
+            yield replayed
+
+    def _tell_before(self, m: MicroBatch, outputs: TokenOutputs, replayed: Replay | None, diagnostics: Diagnostics) -> None:
         logprob, entropy, divergence = (None if x is None else x.detach() for x in outputs)
         assert logprob is not None and entropy is not None
         diagnostics.before(m, logprob, entropy, self.objective.distances(m, logprob, divergence))
+        if replayed is not None:
+            diagnostics.routing(replayed.num_choices, replayed.num_recorded, replayed.num_different)
 
     def forward(self, m: MicroBatch) -> TokenOutputs:
         """Of the micro-batch's tokens [N], under the model as it is; the logprobs have a gradient."""
@@ -236,7 +253,7 @@ def _no_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        for name in ("attention_dropout", "dropout", "activation_dropout", "layerdrop", "router_jitter_noise"):
+        for name in ("attention_dropout", "dropout", "activation_dropout", "layerdrop", "router_jitter_noise", "jitter_noise"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
 

@@ -87,7 +87,7 @@ class Cache:
             return self._run(tokens, layout)
         with record(self._routers) as recording:
             hidden = self._run(tokens, layout)
-        self.pool.write_routing(recording.experts.flatten(1), layout.write_slots)
+        self.pool.write_routing(recording.experts, layout.write_slots)
         return hidden
 
     def routing(self, blocks: list[int], num_tokens: int) -> np.ndarray | None:
