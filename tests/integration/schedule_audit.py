@@ -299,11 +299,11 @@ class Audit:
     def _close_tokens(self, state: Any, tasks: Any) -> None:
         """Every token is trained, masked, in a skipped update, wasted for a cause, in flight, or was never told of."""
         totals, trained = state.totals, [made for made in self.steps.values() if not made.skipped]
-        self.wasted["stale"] += sum(made.stale for made in self.steps.values())
+        self.wasted = +(self.wasted + Counter(stale=sum(made.stale for made in self.steps.values())))
         ages = sum((made.ages for made in trained), Counter())
         masked = sum(made.masked for made in trained)
         skipped = sum(made.ages.total() + made.masked for made in self.steps.values() if made.skipped)
-        ours = {"ages": +ages, "masked": masked, "wasted": +self.wasted, "samples": sum(made.samples for made in trained)}
+        ours = {"ages": +ages, "masked": masked, "wasted": self.wasted, "samples": sum(made.samples for made in trained)}
         theirs = {
             "ages": +totals.staleness,
             "masked": totals.masked_tokens,

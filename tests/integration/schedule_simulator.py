@@ -1,9 +1,9 @@
-"""A whole run on a simulated clock, around the real controller core: who waits for whom, how stale tokens get, what is wasted, how fast it is.
+"""A whole run on a simulated clock, around the real controller core: who waits for whom, how stale tokens get, what is wasted, how fast.
 
-    worker      admits groups by the real worker's room rule; its rollouts wait for an engine slot, fail, start anew, are cancelled; records
-                prefixes, scores after a delay
-    engine      one token per tick for each of `slots` sequences; takes new weights some ticks after it asked for them, and does with running
-                sequences what `rollout.interrupt` says
+    worker      admits groups by the real worker's room rule; their rollouts wait for an engine slot, are recorded, fail, start anew, are
+                cancelled; scores a while later
+    engine      one token per tick for each of `slots` sequences; takes new weights some ticks after they are offered, and does with
+                sequences that run what `rollout.interrupt` says
     trainer     asks for batch s, trains it for some ticks, publishes, reports, checkpoints
     fate        crashes the run, which resumes; lowers max_staleness
 
@@ -19,8 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +27,9 @@ from typing import Any
 
 import numpy as np
 from schedule_audit import Audit
+from schedule_world import Engine, Sequence, Setting, Task
 from staleness_harness import ROWS, SILENT, Stuck, checkpoint_folders
 
-from slipstream.config import Config
 from slipstream.config.arithmetic import publishes
 from slipstream.controller.core import ControllerCore
 from slipstream.controller.ledger import Ledger
@@ -42,145 +41,7 @@ from slipstream.weight_sync.slots import SlotBroker
 
 LOOK_AHEAD_GROUPS = 1  # as in rollout/worker.py
 CHUNK_TOKENS = 8  # recorded at a time, as rollout/prefixes.py does with 64
-MAX_TOKENS = 5000
 MAX_EVENTS = 50_000
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One run. The first block is the controller's settings, the second the world that it lives in; times are in engine ticks."""
-
-    S: int = 1
-    P: int = 2
-    G: int = 2
-    window: int | str | None = 1
-    interrupt: str = "in_flight"
-    interrupt_after: int | None = None
-    on_stale: str = "mask_tokens"
-    stale_level: str | None = None
-    every: int = 1
-    oversample: int | None = None
-    selection: str = "uniform"
-    filters: bool = False
-    steps: int = 12
-
-    slots: int = 8
-    length: float = 20.0  # mean tokens of a sequence
-    sigma: float = 0.5  # of the logarithm of that
-    straggler: float = 0.0  # sequences that are 10 to 50 times longer
-    failed: float = 0.0  # rollouts
-    flat: float = 0.0  # groups whose rewards are all equal
-    skipped: float = 0.0  # updates
-    step_ticks: float = 20.0
-    step_sigma: float = 0.0
-    sync_ticks: int = 1  # between an engine's request for weights and their adoption, at most
-    score_ticks: int = 3  # at most
-    crashes: int = 0
-    lowered: int = 0  # times that max_staleness is lowered
-    max_barren: int = 10**6
-
-    @property
-    def max_groups(self) -> int:
-        """With window = "unbounded"."""
-        return (self.S + 2) * self.P
-
-    def config(self, seed: int) -> Config:
-        return Config.model_validate(
-            {
-                "launch": "inline",
-                "run": {"seed": seed},
-                "rollout": {
-                    "group_size": self.G,
-                    "oversample": self.oversample,
-                    "selection": self.selection,
-                    "interrupt": self.interrupt,
-                    "interrupt_after": self.interrupt_after,
-                    "max_interrupts": 3,
-                    "max_attempts": 4,
-                },
-                "engine": {"slots": self.slots},
-                "buffer": {
-                    "max_staleness": self.S,
-                    "window": self.window,
-                    "max_groups": self.max_groups if self.window == "unbounded" else None,
-                    "on_stale": self.on_stale,
-                    "stale_level": self.stale_level,
-                    "filter_zero_variance": self.filters,
-                    "max_barren_groups": self.max_barren,
-                },
-                "trainer": {"steps": self.steps, "groups_per_step": self.P, "max_skipped_steps": 1000},
-                "weight_sync": {"every": self.every},
-                "checkpoint": {"every": 4, "keep": 2},
-            }
-        )
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """A rollout at the worker and at the engine."""
-
-    group: int
-    sample: int
-    attempt: int
-    length: int  # tokens when it has ended
-    fails: bool
-    min_version: int
-    ids: list[int] = field(default_factory=list)  # numbers of its tokens
-    spans: list[Span] = field(default_factory=list)  # of those, in rollout coordinates (one prompt token)
-    recorded: int = 0  # tokens that the controller has
-    since: int | None = None  # the tick up to which its tokens are counted; None: it is in no slot
-    run: int = 0  # times it was put into a slot
-    interrupts: int = 0
-    ended: bool = False
-    error: str | None = None
-
-
-@dataclass(slots=True)
-class Task:
-    assignment: Any
-    sequences: list[Sequence]
-
-
-class Engine:
-    """One token per tick for each running sequence."""
-
-    def __init__(self, slots: int, audit: Audit):
-        self.slots, self.audit = slots, audit
-        self.version = (0, -1)
-        self.waiting: list[Sequence] = []
-        self.running: dict[Sequence, None] = {}
-        self.offer: Any = None
-        self.draining = False
-
-    def catch_up(self, now: int, sequences: Any = None) -> None:
-        """Count the tokens that running sequences have got since."""
-        for sequence in list(self.running) if sequences is None else sequences:
-            if sequence.since is None or (num := now - sequence.since) == 0:
-                continue
-            start = 1 + len(sequence.ids)
-            sequence.ids += self.audit.sampled((sequence.group, sequence.sample, sequence.attempt), self.version, num)
-            last = sequence.spans[-1] if sequence.spans else None
-            if last and (last.incarnation, last.version) == self.version:
-                sequence.spans[-1] = Span(last.start, start + num, *self.version, "e0")
-            else:
-                sequence.spans.append(Span(start, start + num, *self.version, "e0"))
-            sequence.since = now
-
-    def start_ready(self, now: int) -> list[Sequence]:
-        """Put into free slots what may start: those with tokens first."""
-        ready = [] if self.draining else [s for s in self.waiting if s.min_version <= self.version[1] >= 0]
-        started = sorted(ready, key=lambda s: not s.ids)[: self.slots - len(self.running)]
-        for sequence in started:
-            self.waiting.remove(sequence)
-            self.running[sequence] = None
-            sequence.since, sequence.run = now, sequence.run + 1
-        return started
-
-    def remove(self, sequence: Sequence) -> None:
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
-        self.running.pop(sequence, None)
-        sequence.since = None
 
 
 class Simulation:
@@ -292,7 +153,7 @@ class Simulation:
         tokens = world.length * math.exp(world.sigma * dice.gauss(0, 1) - world.sigma**2 / 2)
         if dice.random() < world.straggler:
             tokens *= dice.uniform(10, 50)
-        return min(MAX_TOKENS, max(1, round(tokens))), dice.random() < world.failed
+        return min(world.max_tokens, max(1, round(tokens))), dice.random() < world.failed
 
     def sequence_ended(self, sequence: Sequence) -> None:
         """It leaves the engine; what is sampled of others is recorded with it, and the last of a group lets it be scored."""
@@ -306,22 +167,25 @@ class Simulation:
             self.after(self.random.randint(0, self.setting.score_ticks), self.finish_group, task)
 
     def record(self, ended: Sequence) -> None:
+        """Tell the controller that it has ended, with its tokens and what others have got, if tokens are recorded."""
         self.engine.catch_up(self.now)
-        due = [s for s in self.engine.running if len(s.ids) - s.recorded >= CHUNK_TOKENS]
+        due = [s for s in self.engine.running if len(s.ids) - s.recorded >= CHUNK_TOKENS] if self.setting.records else []
         self.core.progress([self.chunk(s) for s in [*due, ended]])
 
     def chunk(self, s: Sequence) -> PrefixChunk:
-        start, ids = s.recorded, s.ids[s.recorded :]
-        s.recorded = len(s.ids)
+        start, end = s.recorded, len(s.ids) if self.setting.records else 0
+        s.recorded = end
         return PrefixChunk(
             group_id=s.group,
             sample=s.sample,
             attempt=s.attempt,
             prompt_length=1,
             start=start,
-            token_ids=np.array(ids, np.int32),
-            logprobs=np.zeros(len(ids), np.float32),
-            spans=tuple(Span(max(p.start, 1 + start), p.end, p.incarnation, p.version, "e0") for p in s.spans if p.end > 1 + start),
+            token_ids=np.array(s.ids[start:end], np.int32),
+            logprobs=np.zeros(end - start, np.float32),
+            spans=tuple(
+                Span(max(p.start, 1 + start), p.end, p.incarnation, p.version, "e0") for p in s.spans if 1 + start < p.end <= 1 + end
+            ),
             stop_reason=StopReason.STOP if s.ended else None,
         )
 
@@ -501,3 +365,78 @@ class Simulation:
 
     def lower(self) -> None:
         self.audit.lowered(self.core.lower_max_staleness("a diagnostic"))
+
+
+# ---- what it costs -----------------------------------------------------------------------------------------------------------
+
+WORLD = Setting(
+    P=4, G=8, slots=32, length=100.0, max_tokens=1000, max_interrupts=8, step_ticks=80.0, step_sigma=0.1, sync_ticks=2, steps=40
+)  # 100 ticks make a batch
+INTERRUPTS = {
+    "in_flight": {},
+    "abort_resume": {"interrupt": "abort_resume"},
+    "abort_retry": {"interrupt": "abort_retry"},
+    "abort_retry after 1": {"interrupt": "abort_retry", "interrupt_after": 1},
+    "drain": {"interrupt": "drain"},
+    "barrier": {"interrupt": "barrier"},
+}
+GATES = {
+    "fifo": {},
+    "default, masked": {"window": None},
+    "largest, masked": {"window": "largest"},
+    "largest, dropped": {"window": "largest", "on_stale": "drop"},
+    "largest, cancelled": {"window": "largest", "on_stale": "cancel_early"},
+    "unbounded, masked": {"window": "unbounded"},
+    "unbounded, dropped": {"window": "unbounded", "on_stale": "drop"},
+    "unbounded, cancelled": {"window": "unbounded", "on_stale": "cancel_early"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Of some runs that differ in their seed."""
+
+    samples_per_tick: float
+    trainer_idle: float  # share of the time since the first batch
+    wasted: float  # share of sampled tokens that were not trained, masked ones included; what is in flight at the end aside
+    mean_age: float
+    max_age: int
+
+
+def costs(setting: Setting, seeds: int = 2) -> Costs:
+    runs = [Simulation(setting, seed).run() for seed in range(seeds)]
+    assert all(run.cause is None for run in runs), [run.cause for run in runs]
+    ages = [age for run in runs for made in run.audit.steps.values() for age in made.ages.elements()]
+    wasted = sum(run.audit.wasted.total() + run.audit.lost + sum(made.masked for made in run.audit.steps.values()) for run in runs)
+    return Costs(
+        samples_per_tick=sum(made.samples for run in runs for made in run.audit.steps.values()) / sum(run.now for run in runs),
+        trainer_idle=sum(run.trainer_idle for run in runs) / sum(run.now - (run.trainer_from or 0) for run in runs),
+        wasted=wasted / (wasted + len(ages)),
+        mean_age=sum(ages) / len(ages),
+        max_age=max(ages),
+    )
+
+
+def table(rows: dict[str, dict[str, Any]]) -> None:
+    """Of sigma, S and these settings; samples per second are relative to the first row's."""
+    print(f"{'sigma':5} {'S':>2}  {'':20} {'samples/s':>9} {'idle %':>7} {'waste %':>8} {'mean age':>9} {'max':>4}")
+    for sigma in (0.0, 0.5, 1.0, 1.5):
+        for S in (1, 2, 4):
+            first = None
+            for name, changes in rows.items():
+                window = {"window": (S + 1) * WORLD.P} if changes.get("window") == "largest" else {}
+                of = costs(replace(WORLD, S=S, sigma=sigma, **(changes | window)))
+                first = first or of
+                print(
+                    f"{sigma:<5} {S:>2}  {name:20} {of.samples_per_tick / first.samples_per_tick:9.2f} {100 * of.trainer_idle:7.0f} "
+                    f"{100 * of.wasted:8.1f} {of.mean_age:9.2f} {of.max_age:4}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    world = f"{WORLD.P} groups of {WORLD.G}, {WORLD.slots} engine slots, {WORLD.length:g} tokens on average (lognormal)"
+    print(f"{world}; a step takes {WORLD.step_ticks / 100:g} of the time in which a batch is sampled\n\nInterrupts, window 1")
+    table(INTERRUPTS)
+    print("\nGates, in_flight")
+    table(GATES)
