@@ -80,6 +80,26 @@ def test_a_model_that_cannot_run_is_told_from_its_configuration(run_file, tmp_pa
     assert "chunked attention" in capsys.readouterr().err
 
 
+def test_frozen_models_are_named_measured_and_must_have_the_same_tokens(run_file, tmp_path, capsys):
+    from slipstream.models.tiny import tiny_folder
+
+    shutil.copytree(tiny_folder(), tmp_path / "teacher")
+    loss = ["--loss.kl_coefficient", "0.1", "--loss.teacher", "./teacher"]
+    assert main(["validate", str(run_file), *loss, "--json"]) == 0
+    answer = read_last_json(capsys)
+    assert answer["frozen_models"] == [
+        "loss.reference: the start model, read by the logprob stage, a process of its own",
+        f"loss.teacher: {tmp_path}/teacher, read by the logprob stage, a process of its own",
+    ]
+    assert answer["memory_bytes"]["frozen models"] > 2 * (tmp_path / "teacher" / "model.safetensors").stat().st_size
+    assert main(["validate", str(run_file), "--loss.teacher", "./teacher", "--loss.teacher_kl", "full", "--launch", "inline"]) == 0
+    assert "loss.teacher: " in (out := capsys.readouterr().out) and "held by the trainer, which compares every logit" in out
+    config = json.loads((tmp_path / "teacher" / "config.json").read_text())
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
+    assert main(["validate", str(run_file), *loss]) == 1
+    assert "loss.teacher = " in (error := capsys.readouterr().err) and "has 32 positions, but a rollout may have 64 tokens" in error
+
+
 def test_tools_load_and_stand_in_the_measured_prompts(run_file, capsys):
     (run_file.parent / "tools.py").write_text('def add(a: int, b: int) -> int:\n    """Add two numbers."""\n    return a + b\n')
     tools = ["--rollout.environment", "tools", "--rollout.max_turns", "2", "--engine.max_context", "512"]

@@ -62,7 +62,7 @@ class DataSettings(Settings):
 class RewardSettings(Settings):
     function: str = Field(description="exact | number | regex, 'package.module:function', or 'file.py:function' beside the run file.")
     name: str | None = Field(default=None, description="Name in the metrics; the function's name by default.")
-    weight: float = Field(default=1.0, description="Its share of the reward: the weighted sum of the applicable scores.")
+    weight: float = Field(default=1.0, description="Its share of the reward: the weighted sum of the applicable scores; 0 measures.")
     timeout_s: float = Field(default=30.0, gt=0, description="Deadline for one group; past it the group is recorded as failed.")
     options: dict[str, Any] = Field(default={}, description="Keyword arguments passed on to the function.")
 
@@ -237,7 +237,8 @@ class LossSettings(Settings):
     teacher: str | None = Field(default=None, description="On-policy distillation from this frozen model with the same tokenizer.")
     teacher_coefficient: float = Field(default=1.0, gt=0, description="Weight of the distillation beside the rewards.")
     teacher_kl: Literal["sampled", "full"] = Field(
-        default="sampled", description="Reverse KL from the sampled tokens alone, or over the full vocabulary."
+        default="sampled",
+        description="Reverse KL from the sampled tokens alone, or over the full vocabulary (the trainer then holds the teacher).",
     )
     overlong_tokens: int | None = Field(
         default=None,
