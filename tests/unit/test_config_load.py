@@ -233,7 +233,7 @@ def test_what_neither_trains_nor_scores_needs_no_reward(tmp_path: Path) -> None:
         load_config([tmp_path], ["--trainer.steps=0"], checked=False)
 
 
-@pytest.mark.parametrize("module", ["load", "save"])
+@pytest.mark.parametrize("module", ["load", "losses", "save"])
 def test_the_documented_examples_run(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"slipstream.config.{module}"))
     assert result.attempted > 0 and result.failed == 0

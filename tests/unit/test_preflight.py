@@ -70,6 +70,17 @@ def test_what_can_start_says_so(run_file, capsys):
     assert list(run_file.parent.iterdir()) == [run_file]  # nothing is made
 
 
+def test_the_loss_is_expanded_and_ones_own_is_tried(run_file, tmp_path, capsys):
+    assert main(["validate", str(run_file), "--loss.preset", "dapo", "--loss.correction", "['tis']"]) == 0
+    out = capsys.readouterr().out
+    assert "loss dapo: ppo_clip(clip_low = 0.2, clip_high = 0.28)" in out and "correction truncate(level = token, high = 2)" in out
+    (tmp_path / "losses.py").write_text("def good(t):\n    return -t.advantage * t.logprob\n\n\ndef sums(t):\n    return t.logprob.sum()\n")
+    assert main(["validate", str(run_file), "--loss.policy", "losses.py:good", "--json"]) == 0
+    assert read_last_json(capsys)["loss"]["policy"] == f"{tmp_path}/losses.py:good"
+    assert main(["validate", str(run_file), "--loss.policy", "losses.py:sums"]) == 2
+    assert "one value per token (5,), not shape ()" in capsys.readouterr().err
+
+
 def test_a_model_that_cannot_run_is_told_from_its_configuration(run_file, tmp_path, capsys):
     from slipstream.models.tiny import tiny_folder
 
