@@ -1,4 +1,4 @@
-"""Engine and trainer agree: with the same weights, the trainer's logprobs are those that the engine recorded."""
+"""Engine and trainer agree: with the same weights, the trainer's logprobs are those that the engine recorded, and so is its routing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from engine_harness import Driver, make_engine, prompt, request, tiny_model
+from mixture_models import MIXTURES, tiny_mixture
 
 from slipstream.config.settings import Config
 from slipstream.models.attention import attach
+from slipstream.models.routing import kept_routers
 from slipstream.rollout.trajectory import Trajectory
 from slipstream.trainer.packing import pack
 from slipstream.trainer.token_table import token_table
@@ -55,20 +57,25 @@ def sample_group(driver: Driver, number: int) -> Group:
 
 
 @pytest.mark.parametrize("max_tokens", [70, 10_000], ids=["many micro-batches", "one"])
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", *MIXTURES])
 def test_the_trainer_computes_the_logprobs_that_the_engine_recorded(kind: str, max_tokens: int) -> None:
-    model = tiny_model(kind)
-    driver = Driver(make_engine(model))
+    model, learning = (tiny_mixture(kind) if kind in MIXTURES else tiny_model(kind) for _ in range(2))
+    attach(model)
+    driver = Driver(make_engine(model, routers=kept_routers(model, None)))
     groups = tuple(sample_group(driver, number) for number in TEMPERATURES)
     batch = Batch(step=0, groups=groups, num_loss_tokens=sum(int(r.loss_mask.sum()) for g in groups for r in g.rollouts))
     assert batch.num_loss_tokens == len(TEMPERATURES) * sum(map(sum, LENGTHS))
-    attach(learning := tiny_model(kind))
+    attach(learning)
     trainer = Trainer(Config(), learning)
-    sequences = token_table(batch, np.zeros(len(TEMPERATURES) * SAMPLES))
+    width = trainer.routers.width if trainer.routers else 0
+    assert (width == 4) == (kind in MIXTURES)
+    sequences = token_table(batch, np.zeros(len(TEMPERATURES) * SAMPLES), routing_width=width)
     seen = 0
     for micro_batch in pack(sequences, max_tokens):
-        with torch.no_grad():
+        with torch.no_grad(), trainer._routed(micro_batch) as replayed:
             logprob = trainer.forward(micro_batch).logprob
+        if replayed is not None:
+            assert (replayed.num_different, replayed.num_recorded) == (0, replayed.num_choices)
         assert (logprob - micro_batch.sampler_logprob).abs().max() < TOLERANCE
         assert logprob.std() > 0.3, "logprobs that are all alike would hide an error"
         seen += len(logprob)
