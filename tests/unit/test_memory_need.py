@@ -53,6 +53,17 @@ def test_parts_of_a_float32_run():
     assert parts["trainer"] == 16 * 1_000_000 + activations + 3 * tokens * 1000 * 4
 
 
+@pytest.mark.parametrize(("saved", "sequences"), [({}, 64), ({"saved_states": 3}, 3), ({"saved_mib": 0}, 0)])
+def test_saved_states_count_where_interrupts_make_them(saved, sequences):
+    """At most so many sequences at full context, and no more than saved_mib."""
+    plain = Config(engine=EngineSettings(slots=8, **saved))
+    saving = plain.model_copy(update={"rollout": RolloutSettings(interrupt="abort_resume")})
+    more = memory_need(saving, SIZE).parts["engine"] - memory_need(plain, SIZE).parts["engine"]
+    assert more == sequences * 2 * 64 * 2 * 50 * 4
+    remaking = plain.model_copy(update={"rollout": RolloutSettings(interrupt="abort_resume", kv="recompute")})
+    assert memory_need(remaking, SIZE).parts["engine"] == memory_need(plain, SIZE).parts["engine"]
+
+
 def test_bfloat16_adds_masters_and_halves_the_rest():
     config = Config(model=ModelSettings(dtype="bfloat16"), data=DataSettings(eval=None), engine=EngineSettings(slots=8))
     parts = memory_need(config, SIZE).parts

@@ -1,7 +1,7 @@
 """How much memory a run needs, estimated before anything is loaded. No torch: it reads config.json and safetensors headers.
 
 Trainer      weights + gradients + AdamW's two moments, + float32 master weights for a bfloat16 model, + activations of one micro-batch
-Engine       weights + the copy that an evaluation pins + keys and values of all slots at full context, for both
+Engine       weights + the copy that an evaluation pins + keys and values of all slots at full context, for both; and of saved states
 Frozen       a reference or a teacher: weights + activations of a forward pass, in the logprob stage or beside the trainer's model
 Weight sync  the slots: three, or with `weight_sync.lag` as many more as versions wait
 Processes    what Python and torch take by themselves
@@ -150,9 +150,11 @@ def _frozen_bytes(config: Config, size: ModelSize, prompt_tokens: int) -> int:
 
 def _engine_bytes(config: Config, size: ModelSize) -> int:
     element = _ELEMENT_BYTES[config.model.dtype]
-    kv = 2 * config.engine.slots * _context(config, size) * size.num_layers * size.kv_width * element
+    sequence = 2 * _context(config, size) * size.num_layers * size.kv_width * element  # keys and values at full context
     copies = 2 if config.data.eval is not None else 1  # the live weights, and those that an evaluation pins
-    return copies * (size.num_parameters * element + kv)
+    saves = (config.rollout.interrupt, config.rollout.kv) == ("abort_resume", "keep")
+    saved = min(config.engine.saved_states * sequence, config.engine.saved_mib << 20) if saves else 0
+    return copies * (size.num_parameters * element + config.engine.slots * sequence) + saved
 
 
 def _context(config: Config, size: ModelSize) -> int:
