@@ -213,6 +213,7 @@ class PrefixChunk(Record, kw_only=True, frozen=True):
     logprobs: np.ndarray  # float32[n]
     spans: tuple[Span, ...]
     prefill_version: tuple[int, int] | None = None
+    recomputed: bool = False  # newer weights made keys and values of tokens that older ones had sampled: see `Rollout.kv`
     stop_reason: StopReason | None = None  # set once the rollout's generation has ended
     routing: np.ndarray | None = None  # set with it, of the whole rollout: see `Frame.routing`
 
@@ -232,7 +233,8 @@ def merge_chunks(chunks: list[PrefixChunk]) -> PrefixChunk:
         token_ids=np.concatenate([c.token_ids for c in chunks]).astype(np.int32),
         logprobs=np.concatenate([c.logprobs for c in chunks]).astype(np.float32),
         spans=join_spans(spans),
-        prefill_version=chunks[0].prefill_version,
+        prefill_version=next((c for c in reversed(chunks) if c.recomputed), chunks[0]).prefill_version,
+        recomputed=any(c.recomputed for c in chunks),
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from rollout_fakes import END, CharTokenizer, FakeController, FakeEngine, assignment, config, ids_of
@@ -95,6 +96,11 @@ def test_a_resumption_whose_keys_were_made_again_says_so() -> None:
     first, other = controller.groups[0].rollouts
     assert (first.kv, first.prefill_version) == ("recomputed", (1, 1))
     assert (other.kv, other.prefill_version) == ("kept", (1, 0))
+    recorded = [merge_chunks([c for c in controller.chunks if c.sample == sample]) for sample in (0, 1)]
+    assert [(c.recomputed, c.prefill_version) for c in recorded] == [(True, (1, 1)), (False, (1, 0))]
+    whole = [msgspec.structs.replace(c, token_ids=c.token_ids, stop_reason=StopReason.STOP) for c in recorded]
+    resumed = run(FakeEngine(goes_on("never asked")), config(), [assignment(prefixes=tuple(whole))]).groups[0].rollouts
+    assert [(r.kv, r.prefill_version) for r in resumed] == [("recomputed", (1, 1)), ("kept", (1, 0))], "also where it had ended"
 
 
 def test_what_is_recorded_of_a_resumed_rollout_is_one_contiguous_prefix() -> None:

@@ -69,6 +69,7 @@ class Prefix:
             logprobs=np.asarray(generation.logprobs[skipped:], dtype=np.float32),
             spans=tuple(Span(max(s.start, start), s.end, s.incarnation, s.version, s.engine_id) for s in generation.spans if s.end > start),
             prefill_version=generation.prefill_version,
+            recomputed=generation.recomputed,
             stop_reason=self.stop_reason,
             routing=generation.routing,
         )

@@ -70,7 +70,7 @@ class Trajectory:
         self._routing = prefix.routing
         self._prefill_version = prefix.prefill_version
         self.stop_reason = prefix.stop_reason
-        self._kv = "kept" if prefix.stop_reason else "recomputed"
+        self._kv = "kept" if prefix.stop_reason and not prefix.recomputed else "recomputed"
 
     def add_generation(self, generation: Generation) -> None:
         """What the model sampled, whole or cut off. The turn stays open."""
