@@ -98,7 +98,7 @@ def test_a_resumption_whose_keys_were_made_again_says_so() -> None:
     assert (other.kv, other.prefill_version) == ("kept", (1, 0))
     recorded = [merge_chunks([c for c in controller.chunks if c.sample == sample]) for sample in (0, 1)]
     assert [(c.recomputed, c.prefill_version) for c in recorded] == [(True, (1, 1)), (False, (1, 0))]
-    whole = [msgspec.structs.replace(c, token_ids=c.token_ids, stop_reason=StopReason.STOP) for c in recorded]
+    whole = [msgspec.structs.replace(c, stop_reason=StopReason.STOP) for c in recorded]
     resumed = run(FakeEngine(goes_on("never asked")), config(), [assignment(prefixes=tuple(whole))]).groups[0].rollouts
     assert [(r.kv, r.prefill_version) for r in resumed] == [("recomputed", (1, 1)), ("kept", (1, 0))], "also where it had ended"
 
