@@ -117,26 +117,28 @@ class Trainer:
         Each minibatch is normalised by its own tokens, as if it were a batch: its gradient has a batch's scale, so the learning rate means
         the same however many updates a batch is made of.
         """
-        rollouts = [(place, rollout) for place, group in enumerate(batch.groups) for rollout in group.rollouts]
-        lengths = np.array([int(r.loss_mask.sum()) for _, r in rollouts])
+        rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+        places = np.repeat(np.arange(len(batch.groups)), [len(group.rollouts) for group in batch.groups])
+        lengths = np.array([np.count_nonzero(rollout.loss_mask) for rollout in rollouts])
         if lengths.sum() != batch.num_loss_tokens:
             raise DataError(f"batch {batch.step} says {batch.num_loss_tokens} loss tokens, its groups have {lengths.sum()}")
+        keys = [(place, rollout.agent) for place, rollout in zip(places.tolist(), rollouts, strict=True)]
         estimate = advantages.ESTIMATORS[self.objective.loss.advantage]
         longest = self.config.rollout.max_new_tokens * self.config.rollout.max_turns
         parts = np.array_split(np.arange(len(batch.groups)), self.config.trainer.minibatches)
         weights = np.zeros(len(rollouts))
         for part in parts:
-            members = np.array([place in part for place, _ in rollouts])
+            members = np.isin(places, part)
             weights[members] = token_weights(self.objective.loss.aggregation, lengths[members], longest)
         sequences = token_table(
             batch,
-            estimate(shaped_rewards(batch, self.config), [(place, r.agent) for place, r in rollouts], lengths),
+            estimate(shaped_rewards(batch, self.config), keys, lengths),
             weights,
             default_temperature=self.config.rollout.temperature,
             arrays=self.objective.arrays,
             routing_width=0 if self.routers is None else self.routers.width,
         )
-        return [[s for s in sequences if s.group in part] for part in parts]
+        return [[s for s in sequences if s.group in members] for members in (set(part.tolist()) for part in parts)]
 
     def _needs_first_pass(self, num_parts: int) -> bool:
         """Whether logprobs must be known before the first update: with a single one, they are those of its own forward pass."""
