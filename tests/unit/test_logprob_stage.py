@@ -12,6 +12,7 @@ import torch
 from trainer_models import VOCABULARY, eager_twin, make_group, make_rollout, tiny_model
 
 from slipstream.logprobs.stage import LogprobStage
+from slipstream.sampling_mask import encode_kept, join_kept
 from slipstream.types import Group, Rollout, RolloutStatus, Sampling, Span, Turn
 
 REFERENCE, TEACHER = "reference_logprobs", "teacher_logprobs"
@@ -74,8 +75,8 @@ def group_of_all_kinds() -> Group:
     return make_group(rollouts)
 
 
-def plain(model, rollout: Rollout) -> np.ndarray:
-    """float32[L] by transformers alone: one sequence per row, logits over each token's own temperature."""
+def plain(model, rollout: Rollout, kept: list[np.ndarray] | None = None) -> np.ndarray:
+    """float32[L] by transformers alone: one sequence per row, logits over each token's own temperature, of the ids `kept` for it."""
     out = np.zeros(len(rollout.token_ids), dtype=np.float32)
     temperature = np.ones(len(out), dtype=np.float32)
     for turn in rollout.turns:
@@ -86,7 +87,11 @@ def plain(model, rollout: Rollout) -> np.ndarray:
         ids = torch.from_numpy(rollout.token_ids.astype(np.int64))
         with torch.no_grad():
             logits = model(input_ids=ids[None], use_cache=False).logits[0, sampled - 1].float()
-        logs = (logits / torch.from_numpy(temperature[sampled])[:, None]).log_softmax(-1)
+        logits = logits / torch.from_numpy(temperature[sampled])[:, None]
+        for row, at in enumerate(sampled if kept is not None else ()):
+            cut = np.setdiff1d(np.arange(logits.shape[1]), kept[at]) if len(kept[at]) < VOCABULARY else []
+            logits[row, cut] = -torch.inf
+        logs = logits.log_softmax(-1)
         out[sampled] = logs[torch.arange(len(sampled)), ids[sampled]].numpy()
     return out
 
@@ -167,3 +172,24 @@ def test_other_arrays_stay():
     rollout = msgspec.structs.replace(group.rollouts[0], arrays={"other": kept})
     out = annotated(stage({REFERENCE: tiny_model()}), msgspec.structs.replace(group, rollouts=(rollout,)))
     assert out.rollouts[0].arrays["other"] is kept and len(out.rollouts[0].arrays) == 2
+
+
+@pytest.mark.parametrize("rows", [VOCABULARY + 3, VOCABULARY - 2], ids=["more", "fewer"])
+def test_a_token_of_truncated_sampling_is_read_over_what_was_kept_for_it(rows):
+    """Also by a model whose embedding is padded to another size."""
+    rng, group = np.random.default_rng(9), group_of_all_kinds()
+    kept: dict[int, list[np.ndarray]] = {}
+    rollouts = []
+    for rollout in group.rollouts:
+        ids = np.minimum(rollout.token_ids, VOCABULARY - 3)  # tokens that both models know
+        sets = [np.unique([*rng.integers(3, VOCABULARY, 6), VOCABULARY - 1, token]) for token in ids]
+        cut = [sampled and at % 3 > 0 for at, sampled in enumerate(rollout.model_versions() >= 0)]
+        kept[rollout.sample] = [part if here else np.arange(VOCABULARY) for part, here in zip(sets, cut, strict=True)]
+        arrays = join_kept(encode_kept(part, VOCABULARY) if here else b"" for part, here in zip(sets, cut, strict=True))
+        rollouts.append(msgspec.structs.replace(rollout, token_ids=ids, arrays=arrays))
+    model, padded = tiny_model(), tiny_model(seed=4)
+    padded.resize_token_embeddings(rows)
+    out = annotated(stage({REFERENCE: model, TEACHER: padded}), msgspec.structs.replace(group, rollouts=tuple(rollouts)))
+    for name, twin in ((REFERENCE, eager_twin(model)), (TEACHER, eager_twin(padded))):
+        for before, after in zip(rollouts, out.rollouts, strict=True):
+            assert np.abs(after.arrays[name] - plain(twin, before, kept[before.sample])).max(initial=0) < 1e-4
