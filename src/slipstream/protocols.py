@@ -142,12 +142,13 @@ class ControllerAPI(Protocol):
 class Generation:
     """A generation in progress, filled frame by frame. Read it at any time; `EngineClient.generate` returns when it has ended."""
 
-    __slots__ = ("logprobs", "prefill_version", "recomputed", "routing", "spans", "start", "state", "stop_reason", "token_ids")
+    __slots__ = ("kept", "logprobs", "prefill_version", "recomputed", "routing", "spans", "start", "state", "stop_reason", "token_ids")
 
     def __init__(self, start: int):
         self.start = start  # position in the rollout of the first token sampled here
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
+        self.kept: list[bytes] = []  # per token: the vocabulary that truncated sampling left, b"" where nothing was cut off
         self.spans: list[Span] = []  # rollout coordinates
         self.prefill_version: tuple[int, int] | None = None
         self.stop_reason: StopReason | None = None
@@ -155,10 +156,11 @@ class Generation:
         self.routing: np.ndarray | None = None  # once it has ended, where it is kept: see `Frame.routing`
         self.state: int | None = None  # id of the state that the engine kept when new weights stopped it
 
-    def append(self, token_id: int, logprob: float, incarnation: int, version: int, engine_id: str) -> None:
+    def append(self, token_id: int, logprob: float, incarnation: int, version: int, engine_id: str, kept: bytes = b"") -> None:
         at = self.start + len(self.token_ids)
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
+        self.kept.append(kept)
         last = self.spans[-1] if self.spans else None
         if last and (last.incarnation, last.version, last.engine_id) == (incarnation, version, engine_id):
             self.spans[-1] = Span(last.start, at + 1, incarnation, version, engine_id)
@@ -208,9 +210,11 @@ class LogprobClient(Protocol):
     """The logprob stage: what frozen models say of the tokens that were sampled. Computed before the group counts as finished."""
 
     async def annotate(self, group: Group) -> Group:
-        """The group with the aligned arrays float32[L] that the settings ask for ("reference_logprobs", "teacher_logprobs") on each rollout:
-        the logprob of every sampled token under the distribution it would have been sampled from; 0 where none was sampled. A rollout
-        whose values are not finite or above 0 is failed ("bad logprob")."""
+        """The group, each rollout with the aligned arrays float32[L] that the settings ask for ("reference_logprobs", "teacher_logprobs").
+
+        They hold the logprob of every sampled token under the distribution it would have been sampled from; 0 where none was sampled.
+        A rollout whose values are not finite or above 0 is failed ("bad logprob").
+        """
         ...
 
 

@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 # Names of `Rollout.arrays`, and what they hold.
 ROUTED_EXPERTS = "routed_experts"  # int8 or int16 [L, routers x experts per token]: where each token was routed, layer after layer
+SAMPLING_MASK = "sampling_mask"  # uint8: what top-k, top-p and min-p kept for each token, joined; see `sampling_mask.py`
+SAMPLING_MASK_SIZES = "sampling_mask_sizes"  # int32 [L]: how many of those bytes are a token's; 0: nothing was cut off
 NOT_ROUTED = -1  # in all of a token's: not recorded, as of the last sampled token, which no forward pass has seen
 
 
@@ -211,6 +213,7 @@ class PrefixChunk(Record, kw_only=True, frozen=True):
     start: int
     token_ids: np.ndarray  # int32[n]
     logprobs: np.ndarray  # float32[n]
+    kept: tuple[bytes, ...] = ()  # per token, or none: the vocabulary that truncated sampling left (`sampling_mask.py`)
     spans: tuple[Span, ...]
     prefill_version: tuple[int, int] | None = None
     recomputed: bool = False  # newer weights made keys and values of tokens that older ones had sampled: see `Rollout.kv`
@@ -232,6 +235,7 @@ def merge_chunks(chunks: list[PrefixChunk]) -> PrefixChunk:
         start=0,
         token_ids=np.concatenate([c.token_ids for c in chunks]).astype(np.int32),
         logprobs=np.concatenate([c.logprobs for c in chunks]).astype(np.float32),
+        kept=tuple(kept for c in chunks for kept in c.kept),
         spans=join_spans(spans),
         prefill_version=next((c for c in reversed(chunks) if c.recomputed), chunks[0]).prefill_version,
         recomputed=any(c.recomputed for c in chunks),
@@ -369,6 +373,7 @@ class Frame(Record, kw_only=True, frozen=True):
     handles: np.ndarray  # int32[B]
     token_ids: np.ndarray  # int32[B]
     logprobs: np.ndarray  # float32[B]
+    kept: tuple[bytes, ...] = ()  # per token, or none: the vocabulary that truncated sampling left (`sampling_mask.py`)
     finished: tuple[tuple[int, StopReason], ...] = ()
     prefilled: tuple[tuple[int, int, int], ...] = ()  # (handle, incarnation, version) whose weights made the prompt's KV
     num_prefill_tokens: int = 0

@@ -134,8 +134,10 @@ class Driver:
         self.num_prefill_tokens += frame.num_prefill_tokens
         for handle, *version in frame.prefilled:
             self.generations[handle].prefill_version = tuple(version)
-        for handle, token, logprob in zip(frame.handles.tolist(), frame.token_ids.tolist(), frame.logprobs.tolist(), strict=True):
-            self.generations[handle].append(token, logprob, frame.incarnation, frame.version, frame.engine_id)
+        kept_sets = frame.kept or (b"",) * len(frame.handles)
+        rows = zip(frame.handles.tolist(), frame.token_ids.tolist(), frame.logprobs.tolist(), kept_sets, strict=True)
+        for handle, token, logprob, kept in rows:
+            self.generations[handle].append(token, logprob, frame.incarnation, frame.version, frame.engine_id, kept)
         for handle, routing in frame.routing.items():
             self.generations[handle].routing = routing
         for handle, reason in frame.finished:

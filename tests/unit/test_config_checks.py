@@ -25,9 +25,6 @@ def make(**tables: Any) -> Config:
     ("tables", "words"),
     [
         ({"rollout": {"group_size": 1}}, ("group_size = 1", "single rollout", ">= 2")),
-        ({"rollout": {"top_k": 5}}, ("top_k = 5", "vocabulary")),
-        ({"rollout": {"top_p": 0.9}}, ("top_p = 0.9", "vocabulary")),
-        ({"rollout": {"min_p": 0.1}}, ("min_p = 0.1", "vocabulary")),
         ({"buffer": {"window": 2, "max_staleness": 0}}, ("window = 2", "max_staleness = 0")),
         ({"buffer": {"window": 9, "max_staleness": 1}, "trainer": {"groups_per_step": 4}}, ("window = 9", "8 groups", "2 x 4")),
         ({"buffer": {"max_groups": 20}}, ("max_groups = 20", "(max_staleness + 1) x groups_per_step = 8")),

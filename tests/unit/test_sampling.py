@@ -26,7 +26,7 @@ def test_frequencies_match_the_softmax(vocabulary: int) -> None:
     n = 60_000
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 0.7
     for temperature in (1.0, 0.5):
-        tokens, _ = choose(logits.expand(n, -1), draws(n), [Sampling(temperature=temperature)] * n)
+        tokens = choose(logits.expand(n, -1), draws(n), [Sampling(temperature=temperature)] * n).tokens
         counts = np.bincount(tokens, minlength=vocabulary)
         assert chi_square_is_plausible(counts, torch.softmax(logits.double() / temperature, -1).numpy())
         assert not chi_square_is_plausible(counts, torch.softmax(logits.double() / temperature * 1.2, -1).numpy())
@@ -71,7 +71,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from() -> None:
         Sampling(top_p=0.6),
         Sampling(min_p=0.2),
     ]
-    tokens, logprobs = choose(logits, draws(6), settings)
+    tokens, logprobs, _ = choose(logits, draws(6), settings)
     at = torch.from_numpy(tokens.astype(np.int64))[:, None]
     full = torch.log_softmax(logits, -1)
     assert logprobs[0] == pytest.approx(full[0, tokens[0]].item(), abs=1e-6)
@@ -95,7 +95,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from() -> None:
 def test_cuts_keep_what_they_say(sampling: Sampling, kept: list[int]) -> None:
     probabilities = np.array([0.5, 0.3, 0.1, 0.06, 0.04])
     n = 4000
-    tokens, logprobs = choose(torch.from_numpy(probabilities).log().float().expand(n, -1), draws(n), [sampling] * n)
+    tokens, logprobs, _ = choose(torch.from_numpy(probabilities).log().float().expand(n, -1), draws(n), [sampling] * n)
     assert sorted(set(tokens.tolist())) == kept
     expected = np.log(probabilities[tokens] / probabilities[kept].sum())
     assert np.abs(logprobs - expected).max() < 1e-5
@@ -106,14 +106,14 @@ def test_the_ends_of_the_unit_interval_give_possible_tokens() -> None:
     logits = torch.full((2, 400), float("-inf"))
     logits[:, [127, 128, 300]] = 0.0
     for u in (0.0, np.nextafter(1.0, 0.0), 1 / 3, 2 / 3):
-        tokens, logprobs = choose(logits, np.full(2, u), [Sampling()] * 2)
+        tokens, logprobs, _ = choose(logits, np.full(2, u), [Sampling()] * 2)
         assert set(tokens.tolist()) <= {127, 128, 300}
         assert logprobs == pytest.approx(np.log(1 / 3))
 
 
 def test_certainty_has_logprob_zero() -> None:
     logits = torch.tensor([[200.0, 0.0, 0.0]])
-    tokens, logprobs = choose(logits, np.array([0.5]), [Sampling()])
+    tokens, logprobs, _ = choose(logits, np.array([0.5]), [Sampling()])
     assert (tokens[0], logprobs[0]) == (0, 0.0)
 
 

@@ -36,7 +36,6 @@ def check(config: Config, *, reward_given: bool, base_folder: Path) -> list[Conf
     """Every conflict in these settings; `reward_given`: a callable comes as the reward."""
     return [
         *(Conflict(keys, text) for keys, text in loss_problems(config, reward_given=reward_given)),
-        *_truncated_sampling(config),
         *(Conflict(keys, text) for keys, text in gate_problems(config)),
         *_deterministic(config),
         *_environment(config),
@@ -70,17 +69,6 @@ def _only_teacher(config: Config, reward_given: bool) -> Iterator[Conflict]:
             "data.eval with loss.teacher and no reward: nothing says how good an answer is; leave data.eval out, or add a [[reward]] "
             "(with weight = 0 it is measured and not learned from)",
         )
-
-
-def _truncated_sampling(config: Config) -> Iterator[Conflict]:
-    rollout = config.rollout
-    for key, value, off in (("top_k", rollout.top_k, 0), ("top_p", rollout.top_p, 1.0), ("min_p", rollout.min_p, 0.0)):
-        if value != off:
-            yield Conflict(
-                (f"rollout.{key}",),
-                f"{key} = {value} is refused for training: the trainer would need the vocabulary kept for every token to compute "
-                f"logprobs under the same distribution; leave it at {off} (`slipstream generate` and `eval` take it)",
-            )
 
 
 def _deterministic(config: Config) -> Iterator[Conflict]:

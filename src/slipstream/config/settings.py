@@ -79,9 +79,13 @@ class RolloutSettings(Settings):
     )
     max_new_tokens: int = Field(default=128, ge=1, description="Tokens sampled per turn at most.")
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature.")
-    top_k: int = Field(default=0, ge=0, description="Refused for training: the trainer would need the kept vocabulary.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Refused for training below 1.")
-    min_p: float = Field(default=0.0, ge=0, lt=1, description="Refused for training above 0.")
+    top_k: int = Field(
+        default=0,
+        ge=0,
+        description="Sample from the k likeliest tokens only; 0 is off. What is kept is recorded, and the trainer normalises over it.",
+    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Sample from the likeliest tokens that make up this probability; 1 is off.")
+    min_p: float = Field(default=0.0, ge=0, lt=1, description="Sample from tokens at least this likely beside the likeliest; 0 is off.")
     stop: list[str] = Field(default=[], description="Strings that end a completion (they stay in it).")
     interrupt: Literal["in_flight", "abort_resume", "abort_retry", "drain", "barrier"] = Field(
         default="in_flight", description="What a weight update does to a running generation."

@@ -44,10 +44,11 @@ class FrameRouter:
         for handle, state in frame.saved:
             if (entry := self._open.get(handle)) is not None:
                 entry[0].state = state
-        rows = zip(frame.handles.tolist(), frame.token_ids.tolist(), frame.logprobs.tolist(), strict=True)
-        for handle, token, logprob in rows:
+        kept_sets = frame.kept or (b"",) * len(frame.handles)
+        rows = zip(frame.handles.tolist(), frame.token_ids.tolist(), frame.logprobs.tolist(), kept_sets, strict=True)
+        for handle, token, logprob, kept in rows:
             if (entry := self._open.get(handle)) is not None:
-                entry[0].append(token, logprob, frame.incarnation, frame.version, frame.engine_id)
+                entry[0].append(token, logprob, frame.incarnation, frame.version, frame.engine_id, kept)
         for handle, routing in frame.routing.items():
             if (entry := self._open.get(handle)) is not None:
                 entry[0].routing = routing

@@ -24,8 +24,8 @@ class WatchedGeneration(Generation):
         super().__init__(start)
         self._on_token = on_token
 
-    def append(self, token_id: int, logprob: float, incarnation: int, version: int, engine_id: str) -> None:
-        super().append(token_id, logprob, incarnation, version, engine_id)
+    def append(self, token_id: int, logprob: float, incarnation: int, version: int, engine_id: str, kept: bytes = b"") -> None:
+        super().append(token_id, logprob, incarnation, version, engine_id, kept)
         self._on_token()
 
 
@@ -67,6 +67,7 @@ class Prefix:
             start=self.num_recorded,
             token_ids=np.asarray(generation.token_ids[skipped:], dtype=np.int32),
             logprobs=np.asarray(generation.logprobs[skipped:], dtype=np.float32),
+            kept=tuple(generation.kept[skipped:]) if any(generation.kept) else (),
             spans=tuple(Span(max(s.start, start), s.end, s.incarnation, s.version, s.engine_id) for s in generation.spans if s.end > start),
             prefill_version=generation.prefill_version,
             recomputed=generation.recomputed,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from slipstream.protocols import Generation
+from slipstream.sampling_mask import join_kept
 from slipstream.types import (
     NOT_ROUTED,
     ROUTED_EXPERTS,
@@ -38,6 +40,7 @@ class Trajectory:
         self.stop_reason: StopReason | None = None
         self.error: str | None = None
         self._logprobs: list[float] = []
+        self._kept: list[bytes] = []
         self._mask: list[bool] = []
         self._spans: list[Span] = []
         self._turns: list[Turn] = []
@@ -61,11 +64,13 @@ class Trajectory:
         """Tokens the model did not sample, int32[n]: no logprob, not trained. `error`: they answer a call with an error."""
         start = len(self)
         self._extend(ids.tolist(), [0.0] * len(ids), sampled=False)
+        self._add_kept((), len(ids))
         self._turns.append(Turn(start=start, end=len(self), role=role, error=error))
 
     def add_recorded(self, prefix: PrefixChunk) -> None:
         """Sampled tokens of an earlier incarnation of the run: ids, logprobs and spans as they were recorded. The turn stays open."""
         self._extend(prefix.token_ids.tolist(), prefix.logprobs.tolist(), sampled=True)
+        self._add_kept(prefix.kept, len(prefix.token_ids))
         self._spans.extend(prefix.spans)
         self._routing = prefix.routing
         self._prefill_version = prefix.prefill_version
@@ -75,6 +80,7 @@ class Trajectory:
     def add_generation(self, generation: Generation) -> None:
         """What the model sampled, whole or cut off. The turn stays open."""
         self._extend(generation.token_ids, generation.logprobs, sampled=True)
+        self._add_kept(generation.kept, len(generation.token_ids))
         self._spans.extend(generation.spans)
         if generation.recomputed:
             self._kv, self._prefill_version = "recomputed", generation.prefill_version
@@ -133,10 +139,15 @@ class Trajectory:
 
     def _arrays(self) -> dict[str, np.ndarray]:
         """Named aligned arrays. An engine that keeps routing tells that of all tokens before the last at the end of every generation."""
+        arrays = join_kept(self._kept)
         if self._routing is None:
-            return {}
+            return arrays
         num_unrouted = len(self) - len(self._routing)
-        return {ROUTED_EXPERTS: np.pad(self._routing, ((0, num_unrouted), (0, 0)), constant_values=NOT_ROUTED)}
+        return arrays | {ROUTED_EXPERTS: np.pad(self._routing, ((0, num_unrouted), (0, 0)), constant_values=NOT_ROUTED)}
+
+    def _add_kept(self, kept: Sequence[bytes], num_tokens: int) -> None:
+        """What truncated sampling kept for the tokens just added; nothing given: nothing was cut off."""
+        self._kept.extend(kept or (b"",) * num_tokens)
 
     def _extend(self, ids: list[int], logprobs: list[float], sampled: bool) -> None:
         self.token_ids.extend(ids)

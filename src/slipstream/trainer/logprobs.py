@@ -1,8 +1,8 @@
 """Token logprobs and entropies in chunks, so that the full logits matrix is never held.
 
 Each chunk runs the model's own head (`models.head`), is reduced to a few numbers per row, and is computed again in the backward pass.
-Rows are distinct (packed position, temperature) pairs: the last prompt token predicts the first token of all G completions, and its
-logits are computed once for all of them.
+Rows are distinct (packed position, temperature, kept vocabulary) triples: the last prompt token predicts the first token of all G
+completions, and its logits are computed once for all of them.
 
 Shapes: T = packed tokens, d = hidden size, R = rows of logits, N = trained tokens, V = vocabulary.
 """
@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.models.head import head_logits
+from slipstream.sampling_mask import decode_kept
 from slipstream.trainer.kl import full_kl
+
+_CUT_OFF = -1e30  # a logit of probability 0; finite, since 0 times infinity is NaN in the entropy
 
 
 class HeadRows(NamedTuple):
@@ -26,6 +30,9 @@ class HeadRows(NamedTuple):
     temperature: torch.Tensor | None  # float32[R], the sampler's: logits are divided by it; None: 1 everywhere
     row: torch.Tensor  # int64[N], sorted: the row that predicts token n
     target_ids: torch.Tensor  # int64[N]
+    kept: tuple[bytes, ...] | None = (
+        None  # [R], the vocabulary that truncated sampling left (`sampling_mask.py`), b"": all; None: no row was cut
+    )
 
     def chunks(self, size: int) -> list[HeadRows]:
         """Consecutive parts of at most `size` rows; `row` counts from each part's first."""
@@ -35,11 +42,12 @@ class HeadRows(NamedTuple):
         for start, first, last in zip(starts.tolist(), bounds[:-1], bounds[1:], strict=True):
             temperature = None if self.temperature is None else self.temperature[start : start + size]
             row, target_ids = self.row[first:last] - start, self.target_ids[first:last]
-            parts.append(HeadRows(self.positions[start : start + size], temperature, row, target_ids))
+            kept = None if self.kept is None else self.kept[start : start + size]
+            parts.append(HeadRows(self.positions[start : start + size], temperature, row, target_ids, kept))
         return parts
 
     def to(self, device: torch.device | str) -> HeadRows:
-        return HeadRows(*(None if x is None else x.to(device) for x in self))  # type: ignore[arg-type]
+        return HeadRows(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in self))  # type: ignore[arg-type]
 
 
 class TokenOutputs(NamedTuple):
@@ -96,8 +104,24 @@ def _chunk_outputs(
 
 
 def _scaled_logits(model: nn.Module, hidden: torch.Tensor, part: HeadRows) -> torch.Tensor:
+    """[R, V], divided by the temperature, and without what the sampler had cut off: the distribution that the tokens were drawn from."""
     logits = head_logits(model, hidden).float()
-    return logits if part.temperature is None else logits / part.temperature[:, None]
+    if part.temperature is not None:
+        logits = logits / part.temperature[:, None]
+    if part.kept is not None:
+        logits = logits.masked_fill(_cut_off(part.kept, logits.shape[1]).to(logits.device), _CUT_OFF)
+    return logits
+
+
+def _cut_off(kept: tuple[bytes, ...], vocabulary: int) -> torch.Tensor:
+    """bool[R, V]: what is not kept."""
+    out = np.zeros((len(kept), vocabulary), dtype=bool)
+    for row, part in enumerate(kept):
+        if part:
+            out[row] = True
+            ids = decode_kept(part)
+            out[row, ids[ids < vocabulary]] = False  # a frozen model's embedding may be padded to fewer rows than the sampler's
+    return torch.from_numpy(out)
 
 
 class _LogprobAndEntropy(torch.autograd.Function):

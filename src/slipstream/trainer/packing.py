@@ -142,8 +142,11 @@ class _Builder:
 
         predictor = gather([path[s.targets - 1] for s, path in zip(self._sequences, paths, strict=True)], np.int64)
         temperature = gather([s.temperature for s in self._sequences], np.float32)
-        order, positions, row_temperature, row = _head_rows(predictor, temperature)
         counts = [len(s.targets) for s in self._sequences]
+
+        kept = [part for s, n in zip(self._sequences, counts, strict=True) for part in (s.kept or (b"",) * n)]
+        order, first, row = _head_rows(predictor, temperature, kept)
+        row_temperature, row_kept = temperature[first], tuple(kept[i] for i in first.tolist())
 
         def tokens(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values[order])
@@ -153,10 +156,11 @@ class _Builder:
             position_ids=layout.position_ids(),
             layout=layout,
             rows=HeadRows(
-                positions=torch.from_numpy(positions),
+                positions=torch.from_numpy(predictor[first]),
                 temperature=None if (row_temperature == 1).all() else torch.from_numpy(row_temperature),
                 row=torch.from_numpy(row),
                 target_ids=tokens(gather([s.token_ids[s.targets] for s in self._sequences], np.int64)),
+                kept=row_kept if any(row_kept) else None,
             ),
             sampler_logprob=tokens(gather([s.sampler_logprob for s in self._sequences], np.float32)),
             advantage=tokens(np.repeat(np.array([s.advantage for s in self._sequences], dtype=np.float32), counts)),
@@ -214,10 +218,13 @@ def _prefix(sequence: Sequence, length: int) -> tuple[bytes, bytes]:
     return sequence.token_ids[:length].tobytes(), routing
 
 
-def _head_rows(predictor: np.ndarray, temperature: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(order, positions, row temperature, row): tokens sorted by (predictor, temperature), and the distinct pairs among them."""
-    order = np.lexsort((temperature, predictor))
-    predictor, temperature = predictor[order], temperature[order]
+def _head_rows(predictor: np.ndarray, temperature: np.ndarray, kept: Seq[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(order, first, row): tokens sorted by (predictor, temperature, kept vocabulary); the first token of each distinct triple, and
+    which triple each sorted token has."""
+    numbers: dict[bytes, int] = {}
+    kept_number = np.array([numbers.setdefault(part, len(numbers)) for part in kept])
+    order = np.lexsort((kept_number, temperature, predictor))
+    keys = np.stack([predictor, temperature, kept_number])[:, order]  # float64 holds all three exactly
     new = np.ones(len(order), dtype=bool)
-    new[1:] = (predictor[1:] != predictor[:-1]) | (temperature[1:] != temperature[:-1])
-    return order, predictor[new], temperature[new], np.cumsum(new) - 1
+    new[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
+    return order, order[new], np.cumsum(new) - 1

@@ -13,6 +13,7 @@ from enum import IntEnum
 import numpy as np
 
 from slipstream.errors import DataError, StalenessError
+from slipstream.sampling_mask import split_kept
 from slipstream.types import NOT_ROUTED, ROUTED_EXPERTS, Batch, Rollout
 
 LOSS_WEIGHT = "loss_weight"  # aligned array of a rollout: what is left of a token's weight because of its age; absent: 1 everywhere
@@ -43,6 +44,7 @@ class Sequence:
     weight: np.ndarray  # float32: the token's share of the loss: the aggregation's, times what its age leaves of it
     prefix_kv: np.ndarray  # int8, PrefixKV
     arrays: dict[str, np.ndarray] = field(default_factory=dict)  # float32 each: logprobs under other models
+    kept: tuple[bytes, ...] | None = None  # [n] what truncated sampling left of the vocabulary (`sampling_mask.py`); None: nothing was cut
     routing: np.ndarray | None = None  # int8 or int16 [L, routing width]; None: routing is not kept
 
     @property
@@ -91,6 +93,7 @@ def token_table(
                         weight=_loss_weight(where, rollout, targets) * np.float32(1 if weights is None else weights[index]),
                         prefix_kv=_prefix_kv(rollout, versions, batch.step)[targets],
                         arrays={name: other_logprobs(rollout, name, targets) for name in arrays},
+                        kept=_kept(where, rollout, targets),
                         routing=_routing(where, rollout, routing_width) if routing_width else None,
                     )
                 )
@@ -144,6 +147,19 @@ def _loss_weight(where: str, rollout: Rollout, targets: np.ndarray) -> np.ndarra
     return chosen.astype(np.float32, copy=False)
 
 
+def _kept(where: str, rollout: Rollout, targets: np.ndarray) -> tuple[bytes, ...] | None:
+    """The vocabulary that each trained token was drawn from; DataError where truncated sampling did not record it."""
+    try:
+        kept = split_kept(rollout.arrays, targets)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
+    if kept is None and any(t.sampling is not None and t.sampling.truncates_vocabulary for t in rollout.turns):
+        raise DataError(
+            f"{where} was sampled with top-k, top-p or min-p, but not what they kept; without it no logprob of the trainer is comparable"
+        )
+    return None if kept is None else tuple(kept)
+
+
 def _routing(where: str, rollout: Rollout, width: int) -> np.ndarray:
     """[L, width]: the experts that each token was routed to; NOT_ROUTED where that was not recorded."""
     recorded = rollout.arrays.get(ROUTED_EXPERTS)
@@ -163,8 +179,8 @@ def _prefix_kv(rollout: Rollout, versions: np.ndarray, newest: int) -> np.ndarra
     before the next sampled token. `prefill_version` is the prompt's; where the record lacks it, the first sampled token's is taken. A
     later turn may have been prefilled as a whole, so an older token of an earlier turn proves nothing of it.
     """
-    out = np.full(len(versions), PrefixKV.OTHER, dtype=np.int8)
-    if not rollout.spans:
+    out = np.zeros(len(versions), dtype=np.int8)  # PrefixKV.OTHER
+    if rollout.newest_version != newest:
         return out
     prefill = rollout.spans[0].version if rollout.prefill_version is None else rollout.prefill_version[1]
     at_newest = versions == newest

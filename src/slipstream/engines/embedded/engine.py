@@ -194,6 +194,7 @@ class EmbeddedEngine:
             saved=saved,
             recomputed=admitted.recomputed,
             routing=decoded.routing,
+            kept=decoded.kept,
         )
 
     def _forget(self, sequence: Sequence) -> None:

@@ -8,6 +8,8 @@ Shapes: B = rows, V = vocabulary, C = chunks of the vocabulary.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -48,8 +50,16 @@ def uniforms(keys: np.ndarray, index: np.ndarray) -> np.ndarray:
     return (_mix(bits) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def choose(logits: torch.Tensor, u: np.ndarray, settings: list[Sampling]) -> tuple[np.ndarray, np.ndarray]:
-    """One token per row of `logits` [B, V] and its logprob: (int32[B], float32[B]).
+class Choice(NamedTuple):
+    """One token per row."""
+
+    tokens: np.ndarray  # int32[B]
+    logprobs: np.ndarray  # float32[B]
+    kept: tuple[np.ndarray | None, ...]  # [B], the token ids int64[n] that truncation left, ascending; None where it cut nothing off
+
+
+def choose(logits: torch.Tensor, u: np.ndarray, settings: list[Sampling]) -> Choice:
+    """One token per row of `logits` [B, V].
 
     The logprob is that under the distribution the token was sampled from: softmax of logits / temperature, cut to the kept
     vocabulary and renormalised where top-k, top-p or min-p cut it. Temperature 0 takes the likeliest token and gives its logprob
@@ -62,15 +72,18 @@ def choose(logits: torch.Tensor, u: np.ndarray, settings: list[Sampling]) -> tup
         divisor = torch.from_numpy(np.where(greedy, np.float32(1.0), temperature)).to(logits.device)
         logits = logits / divisor[:, None]
     logprobs = torch.log_softmax(logits, dim=-1)  # [B, V]
+    kept: list[np.ndarray | None] = [None] * len(settings)
     for row, s in enumerate(settings):
         if s.truncates_vocabulary and not greedy[row]:
-            logprobs[row] = _truncate(logprobs[row].cpu(), s).to(logprobs.device)
+            cut = _truncate(logprobs[row].cpu(), s)
+            kept[row] = np.flatnonzero(cut.numpy() > -np.inf)
+            logprobs[row] = cut.to(logprobs.device)
     tokens = _invert(logprobs, u) if not greedy.all() else np.zeros(len(settings), dtype=np.int64)
     if greedy.any():
         tokens = np.where(greedy, logprobs.argmax(dim=-1).cpu().numpy(), tokens)
     chosen = logprobs.gather(1, torch.from_numpy(tokens).to(logprobs.device)[:, None])[:, 0].cpu().numpy()
     chosen = np.where((chosen > 0) & (chosen <= _ROUNDING), np.float32(0.0), chosen)
-    return tokens.astype(np.int32), chosen
+    return Choice(tokens.astype(np.int32), chosen, tuple(kept))
 
 
 def _invert(logprobs: torch.Tensor, u: np.ndarray) -> np.ndarray:

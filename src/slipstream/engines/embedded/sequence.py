@@ -91,7 +91,5 @@ def check_request(request: GenerateRequest, max_context: int, vocabulary: int) -
     low, high = int(np.min(request.token_ids)), int(np.max(request.token_ids))
     if low < 0 or high >= vocabulary:
         raise ValueError(f"{where}: token id {low if low < 0 else high} is outside the model's vocabulary of {vocabulary}")
-    if request.purpose == "train" and (request.sampling.truncates_vocabulary or request.sampling.temperature == 0):
-        raise ValueError(
-            f"{where}: top_k, top_p, min_p and temperature 0 are for evaluation: the trainer needs the distribution that was sampled from"
-        )
+    if request.purpose == "train" and request.sampling.temperature == 0:
+        raise ValueError(f"{where}: temperature 0 is for evaluation: a greedy token comes from no distribution that could be trained")

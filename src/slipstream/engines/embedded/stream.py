@@ -26,7 +26,8 @@ from slipstream.errors import RunFailed
 from slipstream.models.head import head_logits
 from slipstream.models.layout import BLOCK_TOKENS, PagedLayout
 from slipstream.models.routing import Routers
-from slipstream.types import StopReason
+from slipstream.sampling_mask import encode_kept
+from slipstream.types import Purpose, StopReason
 
 MIN_ROWS = 4  # below, the CPU's matrix product takes another kernel with another rounding
 
@@ -47,6 +48,7 @@ class Decoded(NamedTuple):
     logprobs: np.ndarray  # float32[B]
     finished: tuple[tuple[int, StopReason], ...]
     routing: dict[int, np.ndarray] = {}  # of the finished ones by handle, where it is kept: see `Frame.routing`
+    kept: tuple[bytes, ...] = ()  # per row, or none: see `Frame.kept`
 
 
 class Stream:
@@ -174,7 +176,7 @@ class Stream:
             return Decoded(empty, empty, np.zeros(0, dtype=np.float32), ())
         self._grow(rows)
         logits = self._forward(rows)[: len(rows)]
-        tokens, logprobs = choose(logits, uniforms(self._keys[rows], self._draws[rows]), [s.request.sampling for s in sequences])
+        tokens, logprobs, kept = choose(logits, uniforms(self._keys[rows], self._draws[rows]), [s.request.sampling for s in sequences])
         if not np.isfinite(logprobs).all():
             bad = sequences[int(np.flatnonzero(~np.isfinite(logprobs))[0])].request
             raise RunFailed(
@@ -195,7 +197,15 @@ class Stream:
                     routing[sequence.handle] = experts
                 self.remove(sequence)
         handles = np.array([s.handle for s in sequences], dtype=np.int32)
-        return Decoded(handles, tokens, logprobs, tuple(finished), routing)
+        return Decoded(handles, tokens, logprobs, tuple(finished), routing, self._encode(sequences, kept, logits.shape[1]))
+
+    @staticmethod
+    def _encode(sequences: list[Sequence], kept: tuple[np.ndarray | None, ...], vocabulary: int) -> tuple[bytes, ...]:
+        """What truncation kept, for the trainer: of training sequences only, and nothing at all where none was cut."""
+        if all(ids is None for ids in kept):
+            return ()
+        trained = [s.request.purpose is Purpose.TRAIN for s in sequences]
+        return tuple(encode_kept(ids, vocabulary) if ids is not None and own else b"" for ids, own in zip(kept, trained, strict=True))
 
     def _forward(self, rows: np.ndarray) -> torch.Tensor:
         """Logits [R, V] after the last token of each row."""
