@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from staleness_harness import Adversary, Broken, Schedule, Stuck, census
+from staleness_harness import Adversary, Broken, Gate, Schedule, Stuck, census
 
-from slipstream.controller import admission
+from slipstream.controller import admission, buffer
 from slipstream.controller.accounts import check_accounts
+from slipstream.controller.intake import Intake
+from slipstream.controller.ledger import Ledger
+from slipstream.controller.stale import Treated
 from slipstream.errors import StalenessError
 
 BIASES = (None, "lag", "slow")
@@ -33,13 +36,54 @@ def test_no_schedule_exceeds_the_bound_or_gets_stuck_or_loses_a_group(name, S, P
         schedule = Schedule(seed, S, P, W, steps=8, adversary=Adversary(**ADVERSARIES[name], bias=BIASES[seed % 3]))
         assert schedule.run() <= schedule.claim
         crashes += schedule.crashes
-        check_accounts(schedule.ledger)
-        places = census(schedule.ledger)
-        assert sorted(places) == list(range(schedule.core.state.next_draw))
-        assert all(len(where) == 1 for where in places.values()), places
-        assert sum(where == ["trained"] for where in places.values()) == 8 * P == schedule.core.state.totals.trained_groups
+        every_group_is_in_one_place(schedule)
     if name == "crashes":
         assert crashes > SEEDS / 4, "the fault was hardly ever injected"
+
+
+def every_group_is_in_one_place(schedule: Schedule) -> None:
+    check_accounts(schedule.ledger)
+    places = census(schedule.ledger)
+    assert sorted(places) == list(range(schedule.core.state.next_draw))
+    assert all(len(where) == 1 for where in places.values()), places
+    trained = sum(where == ["trained"] for where in places.values())
+    assert trained == 8 * schedule.P == schedule.core.state.totals.trained_groups
+
+
+GATES = {
+    "masked": Gate("mask_tokens"),
+    "masked whole": Gate("mask_tokens", "group"),
+    "weighed": Gate("down_weight", "rollout"),
+    "dropped": Gate("drop"),
+    "cancelled": Gate("cancel_early"),
+    "retried": Gate("mask_tokens", interrupt="abort_retry"),
+    "retried or cancelled": Gate("cancel_early", interrupt="abort_retry"),
+    "barrier": Gate("mask_tokens", interrupt="barrier"),
+    "every second version, dropped": Gate("drop", every=2),
+    "every second version, barrier, cancelled": Gate("cancel_early", interrupt="barrier", every=2),
+}
+WIDE = [(1, 2, 2), (2, 3, 7), (1, 3, None), (2, 1, None)]  # S, P, W; None: unbounded
+WIDE_SEEDS = 18
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_no_schedule_breaks_the_rules_of_a_gate(name):
+    """With every trouble at once, and max_staleness lowered now and then. What is dropped, weighed and masked is checked by the harness."""
+    dropped = retried = lowered = crashes = 0
+    for S, P, W in WIDE:
+        for seed in range(WIDE_SEEDS):
+            adversary = Adversary(**EVERYTHING, lowered=0.002, bias=BIASES[seed % 3])
+            schedule = Schedule(seed, S, P, W, steps=8, adversary=adversary, gate=GATES[name])
+            schedule.run()
+            every_group_is_in_one_place(schedule)
+            totals = schedule.core.state.totals
+            dropped += totals.dropped["stale"] + totals.dropped["cancelled"]
+            retried += schedule.retried
+            lowered += schedule.lowered
+            crashes += schedule.crashes
+    assert crashes > 5 and lowered > 5, "the faults were hardly ever injected"
+    assert (dropped > 50) == (GATES[name].on_stale in ("drop", "cancel_early"))
+    assert (retried > 50) == (GATES[name].interrupt == "abort_retry")
 
 
 def test_a_synchronous_run_stays_at_zero_with_the_sync_withheld():
@@ -82,3 +126,39 @@ def test_planted_bugs_are_caught(bug, monkeypatch):
         except Stuck:
             pass
     assert caught >= 3, f"{bug}: only {caught} of 90 schedules caught it"
+
+
+def eager(self: Intake, real=Intake.cancel_stale) -> None:
+    """The planted bug: one version too early."""
+    self._state.max_staleness -= 1
+    real(self)
+    self._state.max_staleness += 1
+
+
+def all_prefixes(self: Ledger, group_id: int, attempt_of, real=Ledger.prefixes):
+    """The planted bug: of a rollout that started anew the dead chunks too."""
+    return real(self, group_id, lambda sample: 0)
+
+
+GATE_BUGS = {
+    "cancelled too early": (Intake, "cancel_stale", eager, Gate("cancel_early")),
+    "nothing is too old": (buffer, "treat", lambda group, step, rule: Treated(group), Gate("mask_tokens")),
+    "a barrier that is open": (Intake, "round_over", True, Gate(interrupt="barrier")),
+    "dead prefixes": (Ledger, "prefixes", all_prefixes, Gate(interrupt="abort_retry", on_stale="mask_tokens")),
+}
+
+
+@pytest.mark.parametrize("bug", GATE_BUGS)
+def test_planted_bugs_of_gates_are_caught(bug, monkeypatch):
+    target, name, replacement, gate = GATE_BUGS[bug]
+    monkeypatch.setattr(target, name, replacement)
+    caught = 0
+    for seed in range(30):
+        adversary = Adversary(bias=BIASES[seed % 3], engines=2, crash=0.01)
+        try:
+            Schedule(seed, 1, 3, None if gate.on_stale != "keep" else 4, steps=12, adversary=adversary, gate=gate).run()
+        except Broken:
+            caught += 1
+        except Stuck:
+            pass
+    assert caught >= 3, f"{bug}: only {caught} of 30 schedules caught it"
