@@ -151,7 +151,7 @@ def test_allowed(tables: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_all_conflicts_are_raised_together_and_a_callable_needs_no_reward_table() -> None:
-    config = make(reward=[], rollout={"group_size": 1, "top_k": 1})
+    config = make(reward=[], rollout={"group_size": 1, "interrupt_after": 0})
     with pytest.raises(ConfigError) as caught:
         check_config(config, reward_given=True)
     assert len(caught.value.problems) == 2
