@@ -113,12 +113,26 @@ def _check_model(config: Config, data: Data | None, found: Findings) -> None:
         found.notes += info.notes
         found.facts["vocabulary"] = info.vocab_size
         with found.collect(f"model.name = '{config.model.name}': "):
-            check_supported(AutoConfig.from_pretrained(info.source, trust_remote_code=False))
+            model_config = AutoConfig.from_pretrained(info.source, trust_remote_code=False)
+            check_supported(model_config)
+            _check_routing(config, model_config)
         _check_frozen_models(config, found)
         longest = _check_prompts(config, data, tokenizer, info, found)
         memory = check_memory(config, info.source, longest)
         found.facts["memory_bytes"] = None if memory is None else memory.parts
         found.facts["memory"] = None if memory is None else str(memory)
+
+
+def _check_routing(config: Config, model_config: Any) -> None:
+    """Routing that is asked for by name is there. Whether it can be replayed shows when the engine runs the model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from slipstream.models.routing import check_has_experts
+
+    if config.rollout.keep_routing:
+        with torch.device("meta"):
+            check_has_experts(AutoModelForCausalLM.from_config(model_config))
 
 
 def _check_frozen_models(config: Config, found: Findings) -> None:

@@ -73,7 +73,7 @@ async def open_session(config: Config, checkpoint: Path | None = None, *, scored
     """
     torch.set_num_threads(config.engine.threads)
     tokenizer, info = load_tokenizer(config.model)
-    engine = build_engine(config)
+    engine = build_engine(config, evaluates_only=True)
     if checkpoint is not None:
         put_weights(engine.model, checkpoint)
     engine.set_version(0, 0 if checkpoint is None else int(checkpoint.name.removeprefix("step-")), "")

@@ -59,7 +59,7 @@ class EngineWeights:
         return self._weights.apply(self._slots[offer.slot].map(), offer.manifest)
 
 
-def build_engine(config: Config) -> EmbeddedEngine:
+def build_engine(config: Config, *, evaluates_only: bool = False) -> EmbeddedEngine:
     """The embedded engine over a model that was proved against plain forwards. Its weights are still to come."""
     model, tokenizer, info = load_model(config.model, device=config.engine.device)
     max_context = context_limit(config, info)
@@ -77,5 +77,5 @@ def build_engine(config: Config) -> EmbeddedEngine:
         policy=InterruptPolicy.of(config.rollout),
         saved_states=config.engine.saved_states,
         saved_bytes=config.engine.saved_mib << 20,
-        routers=kept_routers(model, config.rollout.keep_routing),
+        routers=None if evaluates_only else kept_routers(model, config.rollout.keep_routing),
     )

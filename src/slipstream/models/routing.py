@@ -52,10 +52,15 @@ def kept_routers(model: nn.Module, keep: bool | None) -> Routers | None:
 
     ModelError where routing is to be kept and cannot be: the model is dense, or chooses its experts in another way.
     """
-    routers = None if keep is False else find_routers(model)
-    if keep and routers is None:
+    if keep:
+        check_has_experts(model)
+    return None if keep is False else find_routers(model)
+
+
+def check_has_experts(model: nn.Module) -> None:
+    """ModelError for a dense model; it may be without weights, on the meta device."""
+    if not _has_experts(model):
         raise ModelError(f"rollout.keep_routing = true, but {type(model).__name__} has no experts to route to; leave the setting out")
-    return routers
 
 
 def find_routers(model: nn.Module) -> Routers | None:
@@ -63,9 +68,9 @@ def find_routers(model: nn.Module) -> Routers | None:
 
     ModelError where experts are not chosen by one top-k over all of them (group-limited choices, sampled ones).
     """
-    body, kind = base_model(model), type(model).__name__
-    if not any(type(m).__name__.endswith("Experts") for m in body.modules()):
+    if not _has_experts(model):
         return None
+    body, kind = base_model(model), type(model).__name__
     modules = tuple(m for m in body.modules() if type(m).__name__.endswith(_ROUTERS))
     shapes: list[tuple[int, int]] = []  # (E, k) of each router
 
@@ -81,6 +86,10 @@ def find_routers(model: nn.Module) -> Routers | None:
     if not modules or len(shapes) != len(modules) or len(set(shapes)) > 1:
         raise _cannot(f"{kind} has experts, and {len(modules)} routers that choose (k of E) {[f'{k} of {e}' for e, k in shapes]}")
     return Routers(modules, *shapes[0])
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any(type(module).__name__.endswith("Experts") for module in model.modules())
 
 
 class Recording:
