@@ -2,7 +2,7 @@
 
 Who talks to whom (arrows: who calls):
 
-    rollout worker ──► controller   admit, progress, finish_group, finish_evaluation, next_engine, note
+    rollout worker ──► controller   admit, progress, interrupted, finish_group, finish_evaluation, next_engine, note
     trainer        ──► controller   get_batch, begin_write, publish, finish_step, commit_checkpoint
     engine         ──► controller   next_weights, confirm_weights
     rollout worker ──► engine       generate, cancel, save, free, pin, unpin
