@@ -91,6 +91,12 @@ def test_a_model_that_cannot_run_is_told_from_its_configuration(run_file, tmp_pa
     assert "chunked attention" in capsys.readouterr().err
 
 
+def test_routing_of_a_dense_model_cannot_be_kept(run_file, capsys):
+    assert main(["validate", str(run_file), "--rollout.keep_routing", "true"]) == 1
+    assert "keep_routing = true, but LlamaForCausalLM has no experts" in capsys.readouterr().err
+    assert main(["validate", str(run_file), "--rollout.keep_routing", "false"]) == 0
+
+
 def test_frozen_models_are_named_measured_and_must_have_the_same_tokens(run_file, tmp_path, capsys):
     from slipstream.models.tiny import tiny_folder
 
