@@ -240,40 +240,41 @@ def test_recomputation_leaves_no_state_of_older_weights() -> None:
     assert max(driver.gap(h, plain(model)) for h in forks) < 1e-4
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("policy", [("in_flight", "keep"), ("in_flight", "recompute"), ("abort_resume", "keep"), ("abort_retry", "keep")])
 def test_bounds_hold_and_everything_comes_back(model, seed: int, policy: tuple[str, str]) -> None:
-    """Random requests, saves, forks, frees, cancellations, updates, in a pool that is always short: nobody starves, nothing leaks."""
+    """Random saves, forks, cancellations, updates among requests for three slots: nobody starves or reads another's keys, nothing leaks."""
     rng = random.Random(f"{seed} {policy}")
     engine = make_engine(model, slots=3, max_context=64, saved_states=3, prefill_budget=50, policy=InterruptPolicy(*policy))
-    driver, cache = Driver(engine), engine._live.cache
+    driver, cache, reference = Driver(engine), engine._live.cache, plain(model)
     states: list[tuple[int, int]] = []  # (state, the request it is of)
     live: list[int] = []
     for step in range(150):
-        kind = rng.randrange(8)
-        if kind == 0:
+        (kind,) = rng.choices(["submit", "save", "fork", "free", "cancel", "update"], [6, 4, 4, 1, 2, 2])
+        if kind == "submit":
             group = rng.randrange(4)
             live += driver.submit(request(group, 1000 + step, prompt(rng.randint(1, 50), group), rng.randint(1, 14)))
-        elif kind == 1 and live:
+        elif kind == "save" and live:
             handle = rng.choice(live)
             if (state := engine.save(handle)) is not None:
                 states.append((state, handle))
-        elif kind == 2 and states:
+        elif kind == "fork" and states:
             state, parent = rng.choice(states)
             ids = driver.ids(parent)
             at = rng.randint(1, len(ids))
             live += driver.submit(_forked(driver.requests[parent], ids[:at], 2000 + step, state))
-        elif kind == 3 and states:
+        elif kind == "free" and states:
             engine.free(rng.choice(states)[0])
-        elif kind == 4 and live:
+        elif kind == "cancel" and live:
             engine.cancel(rng.choice(live))
-        elif kind == 5 and rng.random() < 0.5:
+        elif kind == "update":
             engine.set_version(1, step + 1, "sum")
         driver.tick()
         live = [h for h in live if h in engine._sequences]
         assert len(cache.states) <= 3 and cache.states.num_bytes <= engine_bytes(cache)
-        assert cache.blocks.num_taken <= cache.blocks._num_blocks - 1
     driver.drain(2000)
+    sampled = [h for h, g in driver.generations.items() if g.token_ids]
+    assert len(sampled) > 40 and max(driver.gap(h, reference) for h in sampled) < 1e-4, "all versions have equal bytes here"
     engine.free_all_states()
     assert (cache.blocks.num_taken, len(cache.prompts), len(cache.states), len(cache.states._held)) == (0, 0, 0, 0)
     assert not engine._saved and not engine._ended and not engine._live._stale and not engine._handles
