@@ -2,6 +2,7 @@
 
 One engine, since a second one adds nothing without a restart: the gate waits for the slowest. A state is (places, T, E): for each group
 from the oldest unpulled one on the version it started with (or None once it is pulled), batches trained, version the engine confirmed.
+Weights are published after every k-th batch.
 Groups start as soon as they are admitted (older tokens are worse), and the adversary decides which are finished when a batch is formed,
 when the engine syncs and when the step ends.
 """
@@ -18,8 +19,13 @@ SHAPES = [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (2, 1), (1, 3), (2, 2)]
 CASES = [(S, P, W) for S, P in SHAPES for W in range(1, (S + 1) * P + 1)]
 
 
-def worst_over_all_schedules(S: int, P: int, W: int, last_step: int) -> int:
-    worst = 0
+def worst_over_all_schedules(S: int, P: int, W: int, last_step: int, k: int = 1) -> int:
+    return search(S, P, W, last_step, k)[0]
+
+
+def search(S: int, P: int, W: int, last_step: int, k: int = 1) -> tuple[int, int]:
+    """(the worst staleness, the most batches trained) over all schedules."""
+    worst = most = 0
     seen: set[tuple] = set()
     todo: list[tuple] = [((), None, 0, 0)]
     while todo:
@@ -28,14 +34,15 @@ def worst_over_all_schedules(S: int, P: int, W: int, last_step: int) -> int:
             continue
         seen.add(state)
         places, batch, T, E = state
+        most = max(most, T)
         if batch is not None:
             worst = max(worst, T - min(batch))
         if T < last_step:
-            todo.extend(successors(places, batch, T, E, S, P, W))
-    return worst
+            todo.extend(successors(places, batch, T, E, S, P, W, k))
+    return worst, most
 
 
-def successors(places, batch, T, E, S, P, W):
+def successors(places, batch, T, E, S, P, W, k):
     """`batch`: first versions of the groups on the trainer, None while it waits for one."""
     unpulled = [i for i, first in enumerate(places) if first is not None]
     pulled = 0 if batch is None else len(batch)
@@ -44,8 +51,9 @@ def successors(places, batch, T, E, S, P, W):
         # Without restarts and resumes the permit never holds anything back: the gate has already waited.
         assert admission.permit(T, pulled + len(unpulled), S, P) <= E
         yield (*places, E), batch, T, E
-    if E < T:
-        yield places, batch, T, T
+    newest = T - T % k
+    if E < newest:
+        yield places, batch, T, newest
     if batch is not None:
         yield places, None, T + 1, E
         return
@@ -64,6 +72,14 @@ def test_the_worst_schedule_is_exactly_as_stale_as_derived(S, P, W):
     claimed = admission.worst_staleness(S, P, W)
     assert claimed == (0 if S == 0 else S + -(-(W - 1) // P))
     assert worst_over_all_schedules(S, P, W, last_step=2 * S + 3) == claimed
+
+
+@pytest.mark.parametrize(("S", "P", "W", "k"), [(1, 1, 1, 2), (1, 2, 2, 2), (2, 1, 2, 2), (2, 1, 3, 3), (2, 2, 3, 3), (1, 3, 4, 2)])
+def test_weights_every_few_steps_keep_the_bound_and_get_on_up_to_one_more_than_max_staleness(S, P, W, k):
+    worst, most = search(S, P, W, last_step=2 * S + 3, k=k)
+    assert most == 2 * S + 3
+    assert S <= worst <= admission.worst_staleness(S, P, W)
+    assert search(S, P, W, last_step=2 * S + 3, k=S + 2)[1] == S + 1, "all slots wait for a version that is never made"
 
 
 def test_the_search_sees_a_slot_that_is_freed_early(monkeypatch):
