@@ -248,7 +248,8 @@ def test_bounds_hold_and_everything_comes_back(model, seed: int, policy: tuple[s
     engine = make_engine(model, slots=3, max_context=64, saved_states=3, prefill_budget=50, policy=InterruptPolicy(*policy))
     driver, cache, reference = Driver(engine), engine._live.cache, plain(model)
     states: list[tuple[int, int]] = []  # (state, the request it is of)
-    live: list[int] = []
+    # Samples of twelve groups in turn: their prompts are kept for those that wait, and some must give way.
+    live = driver.submit(*(request(10 + g, s, prompt(50, g), rng.randint(1, 6)) for s in range(3) for g in range(12)))
     for step in range(150):
         (kind,) = rng.choices(["submit", "save", "fork", "free", "cancel", "update"], [6, 4, 4, 1, 2, 2])
         if kind == "submit":
@@ -262,7 +263,7 @@ def test_bounds_hold_and_everything_comes_back(model, seed: int, policy: tuple[s
             state, parent = rng.choice(states)
             ids = driver.ids(parent)
             at = rng.randint(1, len(ids))
-            live += driver.submit(_forked(driver.requests[parent], ids[:at], 2000 + step, state))
+            live += driver.submit(_forked(driver.requests[parent], ids[:at], 5000 + step, state))
         elif kind == "free" and states:
             engine.free(rng.choice(states)[0])
         elif kind == "cancel" and live:
