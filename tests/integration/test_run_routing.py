@@ -59,7 +59,7 @@ def test_at_staleness_0_the_trainer_agrees_with_the_sampler(tmp_path: Path, mixt
         assert (routing[:-1] >= 0).all() and (routing[-1] == NOT_ROUTED).all()
 
 
-@pytest.mark.parametrize("rollout", [{"kv": "recompute"}, {"interrupt": "abort_resume"}, {"interrupt": "abort_retry"}])
+@pytest.mark.parametrize("rollout", [{"kv": "recompute", "top_p": 0.9}, {"interrupt": "abort_resume"}, {"interrupt": "abort_retry"}])
 def test_asynchronous_runs_record_every_choice(tmp_path: Path, mixture: str, rollout: Tables) -> None:
     changes = {"rollout": {"max_new_tokens": 24, **rollout}, "buffer": {"max_staleness": 2, "window": 1}, "engine": {"slots": 6}}
     run(settings(tmp_path / "r", mixture, **changes))

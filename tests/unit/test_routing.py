@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -159,6 +160,7 @@ def test_tokens_without_a_record_choose_for_themselves(kind: str) -> None:
 
 @every_kind
 def test_gradient_checkpointing_replays_in_the_backward_pass(kind: str) -> None:
+    """Also in another thread, as autograd's are where the model is on a GPU."""
     model = tiny_mixture(kind)
     with record(find_routers(model)) as seen:
         forward(model)
@@ -169,8 +171,9 @@ def test_gradient_checkpointing_replays_in_the_backward_pass(kind: str) -> None:
             other.activation_checkpointing_enable({"use_reentrant": False})
             other.train()
         routers, calls = find_routers(other), chosen_by_experts(other)
-        with replay(routers, seen.experts) as replayed:
-            forward(other).log_softmax(-1)[:, 5].sum().backward()
+        with replay(routers, seen.experts) as replayed, ThreadPoolExecutor(1) as thread:
+            loss = forward(other).log_softmax(-1)[:, 5].sum()
+            thread.submit(loss.backward).result(timeout=60)
         gradient[checkpointing], count[checkpointing] = gradients(other), replayed.num_different
         assert len(calls) == (4 if checkpointing else 2)
     assert all(torch.equal(gradient[True][name], gradient[False][name]) for name in gradient[False])
