@@ -17,10 +17,11 @@ every group on its way, by its own count. Lengths, failures and rewards are func
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +53,7 @@ class Simulation:
         self.config = setting.config(seed)
         self.audit = Audit(setting)
         self.ledger = self.audit.watch(Ledger.open(":memory:"))
-        self.now, self.life, self.serial, self.heap = 0, 0, count(), []
+        self.now, self.life, self.serial, self.heap = 0, 0, itertools.count(), []
         self.cause: str | None = None  # of a run that ended with an error
         self.saved: dict[int, CheckpointManifest] = {}  # the checkpoint folders
         self.trainer_from: int | None = None
@@ -142,18 +143,10 @@ class Simulation:
     def sequence(self, assignment: Any, sample: int, prefix: PrefixChunk | None) -> Sequence:
         a = assignment
         attempt = a.attempt + a.retries.get(sample, 0)
-        sequence = Sequence(a.group_id, sample, attempt, *self.fate(a.group_id, sample, attempt), a.min_version)
+        sequence = Sequence(a.group_id, sample, attempt, *self.setting.fate(self.seed, a.group_id, sample, attempt), a.min_version)
         if prefix is not None:
             sequence.ids, sequence.spans, sequence.recorded = prefix.token_ids.tolist(), list(prefix.spans), len(prefix.token_ids)
         return sequence
-
-    def fate(self, group: int, sample: int, attempt: int) -> tuple[int, bool]:
-        """(the length, whether it fails) of a sequence."""
-        world, dice = self.setting, random.Random(f"{self.seed} {group} {sample} {attempt}")
-        tokens = world.length * math.exp(world.sigma * dice.gauss(0, 1) - world.sigma**2 / 2)
-        if dice.random() < world.straggler:
-            tokens *= dice.uniform(10, 50)
-        return min(world.max_tokens, max(1, round(tokens))), dice.random() < world.failed
 
     def sequence_ended(self, sequence: Sequence) -> None:
         """It leaves the engine; what is sampled of others is recorded with it, and the last of a group lets it be scored."""
@@ -270,10 +263,13 @@ class Simulation:
         if engine.version[1] >= 0:
             self.audit.adopts(generating=bool(self.tasks))
         engine.version, engine.draining = (made.incarnation, made.version), False
-        for sequence in [s for s in engine.running if s.ids and self.aborts(s)]:
+        interrupted = [s for s in engine.running if s.ids and self.aborts(s)]
+        for sequence in interrupted:
             engine.remove(sequence)
             sequence.interrupts += 1
-            self.after(1, self.interrupted, sequence)
+        if interrupted:
+            engine.holding = True
+            self.after(1, self.worker_hears, interrupted)
         report = EngineReport(engine_id="e0", incarnation=made.incarnation, version=made.version, checksum=made.checksum)
         self.core.confirm_weights(engine.offer.slot, report)
         engine.offer = None
@@ -283,8 +279,14 @@ class Simulation:
         after, oldest = self.setting.interrupt_after, min(s.version for s in sequence.spans)
         return self.setting.interrupt.startswith("abort") and (after is None or self.engine.version[1] - oldest > after)
 
-    def interrupted(self, old: Sequence) -> None:
-        """The worker hears of it, a tick later."""
+    def worker_hears(self, interrupted: list[Sequence]) -> None:
+        """A tick later."""
+        self.engine.holding = False
+        for sequence in interrupted:
+            self.come_back(sequence)
+
+    def come_back(self, old: Sequence) -> None:
+        """With its tokens, or anew, or as a failure."""
         task = self.tasks.get(old.group)
         if task is None or task.sequences[old.sample] is not old:
             return  # cancelled meanwhile
@@ -293,7 +295,7 @@ class Simulation:
         elif self.core.interrupted(old.group, old.sample, old.attempt, len(old.ids)):
             self.audit.interrupted(len(old.ids))
             name = (old.group, old.sample, old.attempt + 1)
-            new = Sequence(*name, *self.fate(*name), old.min_version, interrupts=old.interrupts)
+            new = Sequence(*name, *self.setting.fate(self.seed, *name), old.min_version, interrupts=old.interrupts)
             task.sequences[old.sample] = new
             self.engine.waiting.append(new)
         else:
@@ -331,10 +333,10 @@ class Simulation:
             self.checkpoint()
 
     def publish(self, version: int) -> str:
-        incarnation = self.core.state.incarnation
-        checksum = f"{incarnation}.{version}"
-        slot = self.core.begin_write()
-        self.core.publish(slot, Manifest(incarnation=incarnation, version=version, checksum=checksum, total_bytes=0, entries=()))
+        inc = self.core.state.incarnation
+        checksum = f"{inc}.{version}"
+        made = Manifest(incarnation=inc, version=version, checksum=checksum, total_bytes=0, entries=())
+        self.core.publish(self.core.begin_write(), made)
         return checksum
 
     def checkpoint(self) -> None:
@@ -369,9 +371,7 @@ class Simulation:
 
 # ---- what it costs -----------------------------------------------------------------------------------------------------------
 
-WORLD = Setting(
-    P=4, G=8, slots=32, length=100.0, max_tokens=1000, max_interrupts=8, step_ticks=80.0, step_sigma=0.1, sync_ticks=2, steps=40
-)  # 100 ticks make a batch
+WORLD = Setting(P=4, G=8, slots=32, length=100.0, max_tokens=1000, max_interrupts=8, step_ticks=80.0, step_sigma=0.1, steps=40)
 INTERRUPTS = {
     "in_flight": {},
     "abort_resume": {"interrupt": "abort_resume"},
@@ -387,7 +387,6 @@ GATES = {
     "largest, dropped": {"window": "largest", "on_stale": "drop"},
     "largest, cancelled": {"window": "largest", "on_stale": "cancel_early"},
     "unbounded, masked": {"window": "unbounded"},
-    "unbounded, dropped": {"window": "unbounded", "on_stale": "drop"},
     "unbounded, cancelled": {"window": "unbounded", "on_stale": "cancel_early"},
 }
 
@@ -397,8 +396,9 @@ class Costs:
     """Of some runs that differ in their seed."""
 
     samples_per_tick: float
+    tokens_per_sample: float  # trained ones; where long sequences are lost, it is less than what was sampled
     trainer_idle: float  # share of the time since the first batch
-    wasted: float  # share of sampled tokens that were not trained, masked ones included; what is in flight at the end aside
+    wasted: float  # share of the sampled tokens that were not trained, masked ones included; what is in flight at the end aside
     mean_age: float
     max_age: int
 
@@ -406,37 +406,42 @@ class Costs:
 def costs(setting: Setting, seeds: int = 2) -> Costs:
     runs = [Simulation(setting, seed).run() for seed in range(seeds)]
     assert all(run.cause is None for run in runs), [run.cause for run in runs]
-    ages = [age for run in runs for made in run.audit.steps.values() for age in made.ages.elements()]
-    wasted = sum(run.audit.wasted.total() + run.audit.lost + sum(made.masked for made in run.audit.steps.values()) for run in runs)
+    made = [step for run in runs for step in run.audit.steps.values()]
+    ages = sum((step.ages for step in made), Counter())
+    samples, wasted = sum(step.samples for step in made), sum(run.audit.wasted.total() + run.audit.lost for run in runs)
+    wasted += sum(step.masked for step in made)
     return Costs(
-        samples_per_tick=sum(made.samples for run in runs for made in run.audit.steps.values()) / sum(run.now for run in runs),
+        samples_per_tick=samples / sum(run.now for run in runs),
+        tokens_per_sample=ages.total() / samples,
         trainer_idle=sum(run.trainer_idle for run in runs) / sum(run.now - (run.trainer_from or 0) for run in runs),
-        wasted=wasted / (wasted + len(ages)),
-        mean_age=sum(ages) / len(ages),
+        wasted=wasted / (wasted + ages.total()),
+        mean_age=sum(age * tokens for age, tokens in ages.items()) / ages.total(),
         max_age=max(ages),
     )
 
 
-def table(rows: dict[str, dict[str, Any]]) -> None:
-    """Of sigma, S and these settings; samples per second are relative to the first row's."""
-    print(f"{'sigma':5} {'S':>2}  {'':20} {'samples/s':>9} {'idle %':>7} {'waste %':>8} {'mean age':>9} {'max':>4}")
-    for sigma in (0.0, 0.5, 1.0, 1.5):
-        for S in (1, 2, 4):
-            first = None
-            for name, changes in rows.items():
-                window = {"window": (S + 1) * WORLD.P} if changes.get("window") == "largest" else {}
-                of = costs(replace(WORLD, S=S, sigma=sigma, **(changes | window)))
-                first = first or of
-                print(
-                    f"{sigma:<5} {S:>2}  {name:20} {of.samples_per_tick / first.samples_per_tick:9.2f} {100 * of.trainer_idle:7.0f} "
-                    f"{100 * of.wasted:8.1f} {of.mean_age:9.2f} {of.max_age:4}",
-                    flush=True,
-                )
+def table(rows: dict[str, dict[str, Any]], sigmas: tuple[float, ...]) -> None:
+    """Samples per second and tokens per sample are relative to those of the first row."""
+    print(f"{'sigma':5} {'S':>2}  {'':20} {'samples/s':>9} {'tokens':>7} {'idle %':>7} {'waste %':>8} {'mean age':>9} {'max':>4}")
+    for sigma, S in itertools.product(sigmas, (1, 2, 4)):
+        first = None
+        for name, changes in rows.items():
+            if changes.get("interrupt_after", -1) >= S:
+                continue  # nothing would ever be aborted
+            window = {"window": (S + 1) * WORLD.P} if changes.get("window") == "largest" else {}
+            of = costs(replace(WORLD, S=S, sigma=sigma, **(changes | window)))
+            first = first or of
+            print(
+                f"{sigma:<5} {S:>2}  {name:20} {of.samples_per_tick / first.samples_per_tick:9.2f} "
+                f"{of.tokens_per_sample / first.tokens_per_sample:7.2f} {100 * of.trainer_idle:7.0f} {100 * of.wasted:8.1f} "
+                f"{of.mean_age:9.2f} {of.max_age:4}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
     world = f"{WORLD.P} groups of {WORLD.G}, {WORLD.slots} engine slots, {WORLD.length:g} tokens on average (lognormal)"
     print(f"{world}; a step takes {WORLD.step_ticks / 100:g} of the time in which a batch is sampled\n\nInterrupts, window 1")
-    table(INTERRUPTS)
+    table(INTERRUPTS, (0.0, 0.5, 1.0, 1.5))
     print("\nGates, in_flight")
-    table(GATES)
+    table(GATES, (0.5, 1.0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +53,14 @@ class Setting:
     def max_groups(self) -> int:
         """With window = "unbounded"."""
         return (self.S + 2) * self.P
+
+    def fate(self, seed: int, group: int, sample: int, attempt: int) -> tuple[int, bool]:
+        """(the length, whether it fails) of a sequence."""
+        dice = random.Random(f"{seed} {group} {sample} {attempt}")
+        tokens = self.length * math.exp(self.sigma * dice.gauss(0, 1) - self.sigma**2 / 2)
+        if dice.random() < self.straggler:
+            tokens *= dice.uniform(10, 50)
+        return min(self.max_tokens, max(1, round(tokens))), dice.random() < self.failed
 
     def config(self, seed: int) -> Config:
         return Config.model_validate(
@@ -118,7 +128,8 @@ class Engine:
         self.waiting: list[Sequence] = []
         self.running: dict[Sequence, None] = {}
         self.offer: Any = None
-        self.draining = False
+        self.draining = False  # nothing starts, so that new weights can come
+        self.holding = False  # nothing starts, so that those who were interrupted can come back first
 
     def catch_up(self, now: int, sequences: Any = None) -> None:
         """Count the tokens that running sequences have got since."""
@@ -136,7 +147,7 @@ class Engine:
 
     def start_ready(self, now: int) -> list[Sequence]:
         """Put into free slots what may start: those with tokens first."""
-        ready = [] if self.draining else [s for s in self.waiting if s.min_version <= self.version[1] >= 0]
+        ready = [] if self.draining or self.holding else [s for s in self.waiting if s.min_version <= self.version[1] >= 0]
         started = sorted(ready, key=lambda s: not s.ids)[: self.slots - len(self.running)]
         for sequence in started:
             self.waiting.remove(sequence)

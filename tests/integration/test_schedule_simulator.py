@@ -23,7 +23,7 @@ from slipstream.controller.intake import Intake
 from slipstream.controller.stale import Treated
 from slipstream.errors import LedgerError, StalenessError
 
-BLOCKS, RUNS = 10, 200
+BLOCKS, RUNS = 9, 200
 
 INTERRUPTS = (  # interrupt, interrupt_after
     ("in_flight", None), ("abort_resume", None), ("abort_resume", 1), ("abort_retry", None), ("abort_retry", 1), ("drain", None),
