@@ -316,6 +316,7 @@ def test_a_rollout_that_starts_anew_loses_its_tokens_and_its_siblings_keep_their
         state = controller.core.state
         assert state.totals.dropped == {"interrupted": 1} and state.totals.wasted_tokens == {"interrupted": 5 + 2 + 2 + 4}
         assert state.live.keys() == {1} or not state.live
+        assert state.barren_in_a_row == 0, "new weights came meanwhile: the run gets on"
         controller.close()
         assert account_of(folder).wasted_tokens == {"interrupted": 13}
 
