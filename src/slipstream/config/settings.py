@@ -106,8 +106,8 @@ class RolloutSettings(Settings):
     )
     keep_routing: bool | None = Field(
         default=None,
-        description="Mixtures of experts: the engine records which experts each token was routed to, and the trainer routes it likewise. By "
-        "default for every model that has routers; false lets the trainer route by itself.",
+        description="Mixtures of experts: the engine records which experts each token was routed to, and the trainer routes it likewise. "
+        "By default for every model that has routers; false lets the trainer route by itself.",
     )
     environment: Literal["single_turn", "tools"] = Field(default="single_turn", description="What a rollout talks to.")
     tools: list[str] = Field(default=[], description="'module:function' or 'file.py:function' of each tool (environment = 'tools').")
