@@ -40,6 +40,10 @@ def make(**tables: Any) -> Config:
         ({"buffer": {"on_stale": "drop", "stale_level": "token"}}, ('"drop"', '"mask_tokens"')),
         ({"buffer": {"on_stale": "cancel_early", "stale_level": "rollout"}}, ('"cancel_early"', "whole group")),
         ({"buffer": {"stale_decay": 0.9}}, ("stale_decay = 0.9", '"mask_tokens"', '"down_weight"')),
+        (
+            {"buffer": {"filter_zero_variance": True}, "rollout": {"group_size": 1}, "loss": {"preset": "reinforce_pp"}},
+            ("filter_zero_variance", "group_size = 1", "every group would be filtered", "group_size >= 2"),
+        ),
         ({"rollout": {"kv": "recompute", "interrupt": "drain"}}, ('"recompute"', '"drain"', "end on the weights")),
         ({"rollout": {"kv": "recompute", "interrupt": "barrier"}}, ('"recompute"', '"barrier"', "no sequence runs")),
         ({"rollout": {"kv": "recompute", "interrupt": "abort_retry"}}, ('"recompute"', '"abort_retry"', "starts anew")),

@@ -17,6 +17,7 @@ def gate_problems(config: Config) -> Iterator[Problem]:
     """Everything about window, stale data, interrupts, lag and publication that does not go together."""
     yield from _unbounded(config) if config.buffer.window == "unbounded" else _window(config)
     yield from _stale(config.buffer)
+    yield from _filter(config)
     yield from _interrupts(config)
     yield from _publication(config)
     yield from _minibatches(config)
@@ -99,6 +100,15 @@ def _stale(buffer: BufferSettings) -> Iterator[Problem]:
             ("buffer.stale_decay", "buffer.on_stale"),
             f'stale_decay = {buffer.stale_decay:g} with on_stale = "{buffer.on_stale}", which weighs nothing; use on_stale = '
             '"down_weight" or leave it out',
+        )
+
+
+def _filter(config: Config) -> Iterator[Problem]:
+    if config.buffer.filter_zero_variance and config.rollout.group_size == 1:
+        yield (
+            ("buffer.filter_zero_variance", "rollout.group_size"),
+            "filter_zero_variance = true with group_size = 1: the reward of a single rollout is equal to itself, so every group would be "
+            "filtered; leave it out, or use group_size >= 2",
         )
 
 
