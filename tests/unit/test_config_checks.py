@@ -33,7 +33,7 @@ def make(**tables: Any) -> Config:
         ({"buffer": READY_FIRST | {"max_groups": 3}}, ("max_groups = 3", "groups_per_step = 4", "max_groups >= 4")),
         (
             {"buffer": READY_FIRST | {"max_groups": 7}, "weight_sync": {"every": 2}},
-            ("max_groups = 7", "1 batches wait for the next published version", "max_groups >= 8"),
+            ("max_groups = 7", "those of 2 batches hold their slots", "max_groups >= 8"),
         ),
         ({"buffer": READY_FIRST | {"on_stale": "keep"}}, ('"keep"', "nothing bounds the age")),
         ({"buffer": {"on_stale": "keep", "stale_level": "group"}}, ('"keep"', "judges nothing")),
@@ -50,6 +50,7 @@ def make(**tables: Any) -> Config:
         ({"rollout": {"interrupt_after": 0}}, ("interrupt_after = 0", '"in_flight"', "aborts nothing")),
         ({"rollout": {"interrupt_after": 2, "interrupt": "abort_resume"}}, ("interrupt_after = 2", "never more than 2 versions")),
         ({"rollout": {"max_interrupts": 3}}, ("max_interrupts = 3", '"in_flight"')),
+        ({"weight_sync": {"every": 2}, "buffer": {"max_staleness": 0}}, ("every = 2", "after 1 batch all", "2 batches make")),
         ({"weight_sync": {"every": 3}}, ("every = 3", "after 2 batches all", "8 slots", "every <= 2 or max_staleness >= 2")),
         (
             {"threshold": [{"metric": "kl_k3", "above": 2, "action": "lower_max_staleness"}], "weight_sync": {"every": 2}},
@@ -65,6 +66,10 @@ def make(**tables: Any) -> Config:
         (INLINE | {"weight_sync": {"lag": 2}}, ("lag = 2", "max_staleness = 1", "use max_staleness = 2")),
         (INLINE | {"weight_sync": {"lag": 0}}, ("lag = 0", "max_staleness = 1", "use max_staleness = 0")),
         (INLINE | {"weight_sync": {"lag": 1}, "run": {"deterministic": True}}, ("lag = 1", "deterministic")),
+        (
+            INLINE | {"weight_sync": {"lag": 1}, "loss": {"correction": [{"type": "version_gate", "high": 0}]}},
+            ("lag = 1", "version_gate high = 0", "none is trained", "at least 1"),
+        ),
         (INLINE | {"weight_sync": {"lag": 1}, "buffer": {"filter_zero_variance": True}}, ("lag = 1", "filter_zero_variance")),
         ({"rollout": {"environment": "tools", "max_turns": 2}}, ("without tools",)),
         ({"rollout": {"environment": "tools", "tools": ["math:sqrt"]}}, ("max_turns = 1", ">= 2")),

@@ -177,6 +177,7 @@ REJECT = {"type": "reject", "statistic": "k3", "high": 0.1}
         ({"correction": [{"type": "opsm", "high": -1.0}]}, ("high = -1", "at least 0")),
         ({"correction": ["tis", "icepop"]}, ("truncate and mask each weigh by ρ", "use one of them")),
         ({"correction": ["tis"], "old_logprobs": "sampler"}, ('truncate with old_logprobs = "sampler"', "count it twice", '"recomputed"')),
+        ({"old_logprobs": "sampler", "preset": "opo"}, ('policy loss "reinforce" (preset "opo")', "no π_old")),
         ({"correction": ["mis"], "preset": "topr"}, ('mask with policy loss "topr"', "weighs by the sampler already", "only rejects")),
         ({"correction": ["tis"], "preset": "reinforce"}, ('truncate with policy loss "reinforce"', "weighed twice")),
         ({"correction": ["tis"], "preset": "prime_rl"}, ('"dppo_behaviour"', "weighed twice")),

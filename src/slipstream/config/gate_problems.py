@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slipstream.config.arithmetic import lowest_staleness, max_groups_in_flight, staleness_bound
-from slipstream.config.settings import BufferSettings, Config, RolloutSettings
+from slipstream.config.settings import BufferSettings, Config, CorrectionSettings, RolloutSettings
 
 Problem = tuple[tuple[str, ...], str]  # (keys, the first to blame; what is wrong and what to do)
 
@@ -63,11 +63,11 @@ def _unbounded(config: Config) -> Iterator[Problem]:
             f"bounds the buffer; set max_groups, e.g. {2 * per_step * max(every, buffer.max_staleness + 1)}",
         )
     elif buffer.max_groups < per_step * every:
-        held = f" and {every - 1} batches wait for the next published version" if every > 1 else ""
+        held = f", and those of {every} batches hold their slots until a version that contains them is published" if every > 1 else ""
         yield (
-            ("buffer.max_groups", "trainer.groups_per_step"),
-            f"max_groups = {buffer.max_groups} can never fill a batch: groups_per_step = {per_step}{held}, so {per_step * every} groups "
-            f"must fit; use max_groups >= {per_step * every}",
+            ("buffer.max_groups", "trainer.groups_per_step", "weight_sync.every"),
+            f"max_groups = {buffer.max_groups} is too few: a batch is groups_per_step = {per_step} groups{held}; use max_groups >= "
+            f"{per_step * every}",
         )
     if buffer.on_stale == "keep":
         yield (
@@ -151,7 +151,7 @@ def _publication(config: Config) -> Iterator[Problem]:
         yield (
             ("weight_sync.every", "buffer.max_staleness"),
             f"every = {every} with max_staleness = {stale}: groups hold their slots until a published version contains them, so after "
-            f"{stale + 1} batches all (max_staleness + 1) x groups_per_step = {(stale + 1) * per_step} slots are taken, and no batch can "
+            f"{_batches(stale + 1)} all (max_staleness + 1) x groups_per_step = {(stale + 1) * per_step} slots are taken, and no batch can "
             f"be formed before the version that {every} batches make; use every <= {stale + 1} or max_staleness >= {every - 1}",
         )
         return
@@ -201,6 +201,14 @@ def _lag(config: Config) -> Iterator[Problem]:
             f"lag = {lag} with deterministic = true: a resume has the weights of its checkpoint, not the versions behind it that the "
             "uninterrupted run samples with; use one of the two (an inline run that is not resumed repeats itself anyway)",
         )
+    gates = [c.high for c in config.loss.correction or () if isinstance(c, CorrectionSettings) and c.type == "version_gate"]
+    gate = min((high for high in gates if high is not None), default=lag)
+    if gate < lag:
+        yield (
+            ("weight_sync.lag", "loss.correction"),
+            f"lag = {lag} with version_gate high = {gate:g}: from step {lag} on every token is {lag} versions old and none is trained; "
+            f"use a gate of at least {lag}, or a smaller lag",
+        )
     if config.buffer.filter_zero_variance:
         yield (
             ("weight_sync.lag", "buffer.filter_zero_variance"),
@@ -219,3 +227,7 @@ def _lag(config: Config) -> Iterator[Problem]:
             f'lag = {lag} with {key} = "{getattr(config.rollout, key)}": the engine takes new weights only when nothing runs, so no '
             f"generation is ever interrupted; leave rollout.{key} out",
         )
+
+
+def _batches(count: int) -> str:
+    return "1 batch" if count == 1 else f"{count} batches"

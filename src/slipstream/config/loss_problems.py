@@ -85,18 +85,18 @@ def _option_problems(settings: LossSettings, policy: str) -> Iterator[Problem]:
         for key in given:
             yield (key, "policy"), f"{policy} is your own loss; give it what it takes in loss.options"
         return
-    parameters = POLICY_LOSSES[policy].parameters
+    parameters, named = POLICY_LOSSES[policy].parameters, _named(settings, policy)
     for key in given:
         if key not in parameters:
-            yield (key, "policy"), f'policy loss "{policy}" has no {key}; it takes {", ".join(parameters)}'
+            yield (key, "policy"), f"{named} has no {key}; it takes {', '.join(parameters)}"
     for name, value in settings.options.items():
         if name not in parameters:
-            yield ("options", "policy"), _unknown(f'policy loss "{policy}" has no parameter "{name}"', name, parameters)
+            yield ("options", "policy"), _unknown(f'{named} has no parameter "{name}"', name, parameters)
         elif name in ("clip_low", "clip_high"):
             yield ("options",), f"write loss.{name} = {value:g} instead of putting it into options"
         elif value <= parameters[name].above and not (value == 0 and parameters[name].zero_allowed):
             bound = "at least 0" if parameters[name].zero_allowed else f"above {parameters[name].above:g}"
-            yield ("options",), f'{name} = {value:g} of policy loss "{policy}" must be {bound}'
+            yield ("options",), f"{name} = {value:g} of {named} must be {bound}"
 
 
 def _correction_problems(correction: str | CorrectionSettings) -> Iterator[Problem]:
@@ -138,14 +138,14 @@ def _no_such_correction(name: str) -> str:
 
 def _counted_twice(settings: LossSettings, policy: str, corrections: list[CorrectionSettings]) -> Iterator[Problem]:
     """The sampler's probability may stand below one fraction only."""
-    table = None if is_own(policy) else POLICY_LOSSES[policy]
+    table, named = None if is_own(policy) else POLICY_LOSSES[policy], _named(settings, policy)
     if table and table.denominator == "none" and settings.old_logprobs is not None:
-        given = f'old_logprobs = "{settings.old_logprobs}" with policy loss "{policy}"'
+        given = f'old_logprobs = "{settings.old_logprobs}" with {named}'
         yield ("old_logprobs", "policy"), f"{given}, whose formula has no π_old; leave it out"
     if table and table.denominator == "recomputed" and settings.old_logprobs == "sampler":
         reason = "r = π/μ and ρ = π_start/μ would weigh by the sampler twice"
         remedy = 'use "recomputed" or leave it out'
-        yield ("old_logprobs", "policy"), f'old_logprobs = "sampler" with policy loss "{policy}": {reason}; {remedy}'
+        yield ("old_logprobs", "policy"), f'old_logprobs = "sampler" with {named}: {reason}; {remedy}'
     weighing = [c.type for c in corrections if CORRECTIONS[c.type].weighs]
     if len(weighing) > 1:
         yield ("correction",), f"{' and '.join(weighing)} each weigh by ρ = π_start/μ, together by its square; use one of them"
@@ -153,11 +153,16 @@ def _counted_twice(settings: LossSettings, policy: str, corrections: list[Correc
         rejecting = ", ".join(name for name, correction in CORRECTIONS.items() if not correction.weighs)
         reason = "which weighs by the sampler already: each token would be weighed twice"
         remedy = f"use another policy loss, or a correction that only rejects ({rejecting})"
-        yield ("correction", "policy"), f'{weighing[0]} with policy loss "{policy}", {reason}; {remedy}'
+        yield ("correction", "policy"), f"{weighing[0]} with {named}, {reason}; {remedy}"
     elif weighing and settings.old_logprobs == "sampler":
         reason = "r = π/μ has the sampler in it already, so ρ would count it twice"
         remedy = 'use old_logprobs = "recomputed" or leave it out'
         yield ("correction", "old_logprobs"), f'{weighing[0]} with old_logprobs = "sampler": {reason}; {remedy}'
+
+
+def _named(settings: LossSettings, policy: str) -> str:
+    """`policy loss "reinforce" (preset "opo")`: the person may have written the preset alone."""
+    return f'policy loss "{policy}"' + ("" if settings.policy or policy == settings.preset else f' (preset "{settings.preset}")')
 
 
 def _unknown(what: str, name: str, names: Iterable[str], other: str = "") -> str:
