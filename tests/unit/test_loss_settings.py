@@ -191,7 +191,7 @@ REJECT = {"type": "reject", "statistic": "k3", "high": 0.1}
         ({"teacher_kl": "full"}, ('teacher_kl = "full" without a teacher',)),
         ({"overlong_tokens": 128}, ("overlong_tokens = 128 with max_new_tokens = 128", "use overlong_tokens < 128")),
         ({"advantage": "max_rl", "overlong_tokens": 12}, ('"max_rl" with overlong_tokens', "near 0")),
-        ({"preset": "maxrl", "kl_in": "reward", "kl_coefficient": 0.1}, ('"max_rl" with kl_in',)),
+        ({"preset": "maxrl", "kl_in": "reward", "kl_coefficient": 0.1}, ('"max_rl" with kl_in = "reward"',)),
         ({"policy": "absent.py:loss"}, ("there is no file", "absent.py")),
         ({"policy": "mine.py:"}, ("names no function",)),
     ],
@@ -217,6 +217,12 @@ def test_a_group_of_one_has_no_baseline(advantage, tmp_path):
     [text] = conflicts({"preset": "reinforce_pp"}, steps=1)
     assert "a batch of one rollout" in text
     assert conflicts({"advantage": advantage, "teacher": "other"}, reward=[]) == []
+
+
+def test_a_punishment_is_refused_for_max_rl_also_beside_a_teacher_alone(tmp_path):
+    config = Config.model_validate({"loss": {"preset": "maxrl", "teacher": "other", "overlong_tokens": 12}})
+    [conflict] = check(config, reward_given=False, base_folder=tmp_path)
+    assert '"max_rl" with overlong_tokens = 12' in conflict.text
 
 
 @pytest.mark.parametrize("loss", [{"preset": preset} for preset in PRESETS] + [{"correction": [name]} for name in ALIASES])

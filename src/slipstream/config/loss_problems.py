@@ -19,6 +19,7 @@ def loss_problems(config: Config, *, reward_given: bool) -> Iterator[Problem]:
         yield tuple(f"loss.{key}" for key in keys), text
     if not only_teacher(config, reward_given=reward_given):
         yield from _advantage_problems(config)
+    yield from _max_rl_problems(config.loss)
     yield from _reference_problems(config.loss)
     yield from _overlong_problems(config)
 
@@ -35,10 +36,16 @@ def _advantage_problems(config: Config) -> Iterator[Problem]:
         elif config.trainer.groups_per_step == 1:
             reason = "a batch of one rollout has nothing to be compared with, so its advantage is 0"
             yield ("rollout.group_size", "trainer.groups_per_step"), f"{given} and groups_per_step = 1: {reason}; use more of either"
+
+
+def _max_rl_problems(loss: LossSettings) -> Iterator[Problem]:
+    """Also where a teacher alone is learned from: the punishment is then the whole reward."""
+    advantage = loss.advantage or PRESETS[loss.preset].advantage
     penalty = "overlong_tokens" if loss.overlong_tokens else "kl_in" if loss.kl_in == "reward" and loss.kl_coefficient else None
     if advantage == "max_rl" and penalty:
         reason = "it divides by the mean reward of the group, which a punishment can bring near 0 or below"
-        yield ("loss.advantage", f"loss.{penalty}"), f'advantage "max_rl" with {penalty}: {reason}; use another advantage'
+        given = f"{penalty} = {getattr(loss, penalty)!r}".replace("'", '"')
+        yield ("loss.advantage", f"loss.{penalty}"), f'advantage "max_rl" with {given}: {reason}; use another advantage'
 
 
 def _reference_problems(loss: LossSettings) -> Iterator[Problem]:
