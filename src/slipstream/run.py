@@ -82,7 +82,7 @@ def train(
     """
     rewards: tuple[Reward, ...] = () if reward is None else (reward,) if callable(reward) else tuple(reward)
     rows = None if data is None or isinstance(data, str | Mapping) else list(data)
-    for table, name, value in (("model", "name", model), ("data", "train", None if rows is not None else data)):
+    for table, name, value in (("model", "name", model), ("data", "train", data if isinstance(data, str | Mapping) else None)):
         if value is not None:
             tables[table] = {name: value} if isinstance(value, str) else dict(value)
     loaded = _settings(config, tables, reward_given=bool(rewards))
