@@ -49,6 +49,24 @@ def test_gradients():
     assert (reverse - forward).abs().max() > 0.05
 
 
+def gradient_as_reward(estimator, logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """What infinitely many samples of π would give where the estimate is a punishment."""
+    logits = logits.clone().requires_grad_()
+    logprob = logits.log_softmax(-1)
+    (logprob.exp().detach() * estimator(logprob, reference).detach() * logprob).sum().backward()
+    return logits.grad
+
+
+def test_gradients_where_the_estimate_is_taken_from_the_reward():
+    near = (LOGITS + 0.2 * REFERENCE).log_softmax(-1)
+    reverse = gradient_of(lambda log_p: exact(log_p, near), LOGITS)
+    forward = gradient_of(lambda log_p: exact(near, log_p), LOGITS)
+    assert torch.allclose(gradient_as_reward(kl.k1, LOGITS, near), reverse)
+    assert torch.allclose(gradient_as_reward(kl.k3, LOGITS, near), reverse - forward)
+    for estimator in (kl.k2, kl.k3):
+        assert gradient_as_reward(estimator, LOGITS, near).norm() < 0.2 * reverse.norm()
+
+
 def test_k2_and_k3_are_never_negative_and_0_for_equals():
     other = torch.randn(1000, dtype=torch.float64)
     for estimator in (kl.k2, kl.k3):

@@ -272,9 +272,17 @@ def test_resolving_says_all_that_is_wrong():
     assert len(caught.value.problems) == 2  # the options of a policy loss that is not known cannot be judged
 
 
-def test_k1_in_the_loss_is_advised_against():
+def test_the_kl_estimator_follows_its_place():
+    assert LossSettings(kl_in="loss").divergence == "k3" and LossSettings(kl_in="reward").divergence == "k1"
+    assert LossSettings(kl_in="loss", kl_estimator="k1").divergence == "k1"
+    assert LossSettings(kl_in="reward", kl_estimator="k3").divergence == "k3"
+
+
+def test_estimators_in_the_wrong_place_are_advised_against():
     def notes(**loss: Any) -> str:
         return "\n".join(advice(Config.model_validate({"loss": loss, "data": {"eval": 4}})))
 
     assert "0 on average" in notes(kl_coefficient=0.1, kl_estimator="k1")
     assert notes(kl_coefficient=0.1, kl_estimator="k1", kl_in="reward") == notes(kl_coefficient=0.1) == ""
+    assert '"k3" in the reward' in notes(kl_coefficient=0.1, kl_estimator="k3", kl_in="reward")
+    assert notes(kl_coefficient=0.1, kl_in="reward") == ""

@@ -51,7 +51,7 @@ def _max_rl_problems(loss: LossSettings) -> Iterator[Problem]:
 def _reference_problems(loss: LossSettings) -> Iterator[Problem]:
     """Settings of a frozen model that is not there."""
     if loss.kl_coefficient == 0:
-        for key, unset in (("reference", None), ("kl_in", "loss"), ("kl_estimator", "k3")):
+        for key, unset in (("reference", None), ("kl_in", "loss"), ("kl_estimator", None)):
             if (value := getattr(loss, key)) != unset:
                 text = f'{key} = "{value}" with kl_coefficient = 0: no reference is loaded and no KL computed; set kl_coefficient > 0'
                 yield (f"loss.{key}", "loss.kl_coefficient"), text

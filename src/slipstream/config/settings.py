@@ -235,7 +235,9 @@ class LossSettings(Settings):
     )
     entropy_coefficient: float = Field(default=0.0, description="Entropy bonus per token.")
     kl_coefficient: float = Field(default=0.0, ge=0, description="Weight of the KL divergence to a frozen reference; 0 loads none.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Estimator of that divergence.")
+    kl_estimator: Literal["k1", "k2", "k3"] | None = Field(
+        default=None, description="Estimator of that divergence: k3 in the loss and k1 in the reward by default."
+    )
     kl_in: Literal["loss", "reward"] = Field(default="loss", description="Whether it is added to the loss or taken from the reward.")
     reference: str | None = Field(default=None, description="The frozen reference; model.name by default.")
     teacher: str | None = Field(default=None, description="On-policy distillation from this frozen model with the same tokenizer.")
@@ -249,6 +251,11 @@ class LossSettings(Settings):
         ge=1,
         description="Soft overlong punishment: over the last so many tokens below max_new_tokens the reward falls to -1.",
     )
+
+    @property
+    def divergence(self) -> Literal["k1", "k2", "k3"]:
+        """The estimator of the KL divergence to the reference: by default one whose gradient points down it."""
+        return self.kl_estimator or ("k3" if self.kl_in == "loss" else "k1")
 
 
 class WeightSyncSettings(Settings):

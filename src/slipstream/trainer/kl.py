@@ -9,7 +9,9 @@ All are KL(π ‖ π_ref) with tokens sampled from π. What an estimator says on
 | k2 | close, for small distances | of KL(π ‖ π_ref): the right one |
 | k3 | exact, never negative | of KL(π_ref ‖ π), the other direction; close to it for small distances |
 
-In the reward no gradient flows through the estimator; k1 and k3 are exact there.
+In the reward no gradient flows through the estimator, which leaves E[estimator · grad log π]. With k1 that is the gradient of
+KL(π ‖ π_ref). With k3 it is that less the gradient of KL(π_ref ‖ π), with k2 E[(log(π / π_ref))² / 2 · grad log π]: both are of second
+order in the distance, so near the reference they pull nowhere. So k1 belongs in the reward, k2 or k3 in the loss.
 Minimising k2 of a teacher is on-policy distillation from the sampled tokens (Agarwal et al. 2024, arXiv:2306.13649).
 Shapes: N tokens, R rows of logits, V vocabulary. Schulman 2020, "Approximating KL divergence".
 """
