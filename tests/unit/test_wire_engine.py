@@ -262,6 +262,27 @@ def test_an_interrupt_is_told_with_its_state_and_whoever_gives_up_frees_it():
     run(main())
 
 
+def test_a_state_told_of_while_its_request_is_being_called_off_is_freed():
+    async def main():
+        async with Wired() as w:
+            into = Generation(4)
+            task = asyncio.create_task(w.client.generate(request(new=10**9), into))
+            while not into.token_ids:  # noqa: ASYNC110  # the fake engine ticks in this loop
+                await asyncio.sleep(0)
+            w.frozen = True
+            task.cancel()
+            w.engine.interrupt = 7
+            await w.server.send_frame(w.engine.tick())  # on its way before the engine has read that nobody waits any more
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert into.state is None, "it was told after the task had ended"
+            await w.client.pin()
+            await w.client.pin()  # the first answer comes after the frame, so the second question after what the frame made the client say
+            assert w.engine.freed == [7]
+
+    run(main())
+
+
 def test_pin_and_unpin():
     async def main():
         async with Wired() as w:

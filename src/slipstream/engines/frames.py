@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from slipstream.protocols import Generation
 from slipstream.types import Frame, StopReason
@@ -12,10 +13,12 @@ class FrameRouter:
     """Takes an engine's frames apart and fills each request's `Generation`.
 
     A handle is opened before the frame that first names it is fed; frames' entries for handles that are not open (cancelled ones)
-    are dropped. `open` gives a future that resolves when the generation ends, or raises what `fail` was given.
+    are dropped. `open` gives a future that resolves when the generation ends, or raises what `fail` was given. `free_state` is called
+    with the id of a state that was saved for a request that nobody awaits any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, free_state: Callable[[int], None] = lambda state: None) -> None:
+        self._free_state = free_state
         self._open: dict[int, tuple[Generation, asyncio.Future[None]]] = {}
 
     def __len__(self) -> int:
@@ -44,6 +47,8 @@ class FrameRouter:
         for handle, state in frame.saved:
             if (entry := self._open.get(handle)) is not None:
                 entry[0].state = state
+            else:
+                self._free_state(state)
         kept_sets = frame.kept or (b"",) * len(frame.handles)
         rows = zip(frame.handles.tolist(), frame.token_ids.tolist(), frame.logprobs.tolist(), kept_sets, strict=True)
         for handle, token, logprob, kept in rows:

@@ -221,7 +221,7 @@ class RemoteEngine(EngineClient):
 
     def __init__(self, peer: str):
         self.link = Link(peer, self._frame, self._lost)
-        self._router = FrameRouter()
+        self._router = FrameRouter(self._free)
         self._opening: dict[int, tuple[Generation, asyncio.Future[int]]] = {}  # generate: waits for its handle
         self._asking: dict[int, asyncio.Future[bytes]] = {}  # save, pin and unpin
         self._ended: dict[int, asyncio.Future[None]] = {}  # handle -> end of the generation
@@ -238,8 +238,8 @@ class RemoteEngine(EngineClient):
             handle = await accepted
             await self._ended[handle]
         except BaseException:
-            if into.state is not None and self.link.lost is None:  # nobody goes on from it
-                self.link.send_now(_encode_header(_Free(into.state)))
+            if into.state is not None:  # nobody goes on from it
+                self._free(into.state)
             raise
         finally:
             self._opening.pop(request_id, None)
@@ -275,6 +275,10 @@ class RemoteEngine(EngineClient):
             return await within(future, PIN_DEADLINE_S, f"{self.link.peer} to {what}")
         finally:
             self._asking.pop(message.id, None)
+
+    def _free(self, state: int) -> None:
+        if self.link.lost is None:
+            self.link.send_now(_encode_header(_Free(state)))
 
     def _frame(self, header: bytes, body: bytes) -> None:
         """A handle is opened here, not in `generate`, because the frame that names it may be the next thing in the same read."""

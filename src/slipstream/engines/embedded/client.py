@@ -16,7 +16,7 @@ class InProcessClient:
     def __init__(self, engine: EmbeddedEngine, on_submit: Callable[[], None] = lambda: None):
         self._engine = engine
         self._on_submit = on_submit
-        self._router = FrameRouter()
+        self._router = FrameRouter(engine.free)
 
     async def generate(self, request: GenerateRequest, into: Generation) -> None:
         """Fill `into` until the request ends. Cancelling the awaiting task takes the request out of the engine."""
