@@ -225,6 +225,18 @@ def test_a_punishment_is_refused_for_max_rl_also_beside_a_teacher_alone(tmp_path
     assert '"max_rl" with overlong_tokens = 12' in conflict.text
 
 
+@pytest.mark.parametrize("loss", [{"correction": ["icepop"]}, {"preset": "m2po"}])
+def test_corrections_of_a_policy_loss_that_learns_nothing_are_refused(loss, tmp_path):
+    def conflicts(loss: dict[str, Any], reward_given: bool = False) -> list[str]:
+        return [c.text for c in check(Config.model_validate({"loss": loss}), reward_given=reward_given, base_folder=tmp_path)]
+
+    full = {"teacher": "other", "teacher_kl": "full"}
+    [text] = conflicts(loss | full)
+    assert "correction" in text and "would do nothing" in text and 'teacher_kl = "sampled"' in text
+    assert conflicts(loss | full | {"correction": []}) == conflicts(loss | full, reward_given=True) == []
+    assert conflicts(loss | {"teacher": "other"}) == conflicts(loss | full | {"overlong_tokens": 8}) == []
+
+
 @pytest.mark.parametrize("loss", [{"preset": preset} for preset in PRESETS] + [{"correction": [name]} for name in ALIASES])
 def test_allowed(loss, tmp_path):
     config = Config.model_validate({"reward": [{"function": "exact"}], "loss": loss})

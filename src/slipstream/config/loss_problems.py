@@ -17,11 +17,23 @@ def loss_problems(config: Config, *, reward_given: bool) -> Iterator[Problem]:
     """Everything about `[loss]` that does not go together, with other tables too; keys are whole, as `loss.policy`."""
     for keys, text in find_problems(config.loss):
         yield tuple(f"loss.{key}" for key in keys), text
-    if not only_teacher(config, reward_given=reward_given):
+    if only_teacher(config, reward_given=reward_given):
+        yield from _only_teacher_problems(config.loss)
+    else:
         yield from _advantage_problems(config)
     yield from _max_rl_problems(config.loss)
     yield from _reference_problems(config.loss)
     yield from _overlong_problems(config)
+
+
+def _only_teacher_problems(loss: LossSettings) -> Iterator[Problem]:
+    """The divergence over the vocabulary stands beside the policy loss, which then has nothing to learn from."""
+    if loss.teacher_kl == "full" and corrections_of(loss) and not _penalty(loss):
+        given = f'preset "{loss.preset}" with its correction' if loss.correction is None else "correction"
+        reason = "corrections act on the policy loss, which is 0 without rewards, so they would do nothing"
+        remedy = 'use loss.correction = [], or teacher_kl = "sampled", which goes through the policy loss'
+        keys = ("loss.preset" if loss.correction is None else "loss.correction", "loss.teacher_kl", "reward")
+        yield keys, f'{given} and teacher_kl = "full" with no reward that is learned from: {reason}; {remedy}'
 
 
 def _advantage_problems(config: Config) -> Iterator[Problem]:
@@ -41,11 +53,16 @@ def _advantage_problems(config: Config) -> Iterator[Problem]:
 def _max_rl_problems(loss: LossSettings) -> Iterator[Problem]:
     """Also where a teacher alone is learned from: the punishment is then the whole reward."""
     advantage = loss.advantage or PRESETS[loss.preset].advantage
-    penalty = "overlong_tokens" if loss.overlong_tokens else "kl_in" if loss.kl_in == "reward" and loss.kl_coefficient else None
+    penalty = _penalty(loss)
     if advantage == "max_rl" and penalty:
         reason = "it divides by the mean reward of the group, which a punishment can bring near 0 or below"
         given = f"{penalty} = {getattr(loss, penalty)!r}".replace("'", '"')
         yield ("loss.advantage", f"loss.{penalty}"), f'advantage "max_rl" with {given}: {reason}; use another advantage'
+
+
+def _penalty(loss: LossSettings) -> str | None:
+    """The key that takes something from the rewards."""
+    return "overlong_tokens" if loss.overlong_tokens else "kl_in" if loss.kl_in == "reward" and loss.kl_coefficient else None
 
 
 def _reference_problems(loss: LossSettings) -> Iterator[Problem]:
