@@ -290,11 +290,19 @@ def test_the_kl_estimator_follows_its_place():
     assert LossSettings(kl_in="reward", kl_estimator="k3").divergence == "k3"
 
 
-def test_estimators_in_the_wrong_place_are_advised_against():
-    def notes(**loss: Any) -> str:
-        return "\n".join(advice(Config.model_validate({"loss": loss, "data": {"eval": 4}})))
+def notes(max_staleness: int = 1, **loss: Any) -> str:
+    config = Config.model_validate({"loss": loss, "data": {"eval": 4}, "buffer": {"max_staleness": max_staleness}})
+    return "\n".join(advice(config))
 
+
+def test_estimators_in_the_wrong_place_are_advised_against():
     assert "0 on average" in notes(kl_coefficient=0.1, kl_estimator="k1")
     assert notes(kl_coefficient=0.1, kl_estimator="k1", kl_in="reward") == notes(kl_coefficient=0.1) == ""
     assert '"k3" in the reward' in notes(kl_coefficient=0.1, kl_estimator="k3", kl_in="reward")
     assert notes(kl_coefficient=0.1, kl_in="reward") == ""
+
+
+def test_a_denominator_that_hides_staleness_is_advised_against():
+    assert "as if the weights at the start of the step had sampled them" in notes(old_logprobs="recomputed")
+    assert notes(old_logprobs="recomputed", max_staleness=0) == notes(old_logprobs="recomputed", correction=["geo"]) == ""
+    assert notes(correction=["tis"]) == notes(preset="decoupled_ppo", old_logprobs="recomputed") == ""

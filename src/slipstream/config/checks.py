@@ -15,7 +15,7 @@ from pathlib import Path
 from slipstream.config.arithmetic import max_context_tokens
 from slipstream.config.frozen_models import only_teacher
 from slipstream.config.gate_problems import gate_problems
-from slipstream.config.loss_problems import loss_problems
+from slipstream.config.loss_problems import loss_advice, loss_problems
 from slipstream.config.loss_tables import is_own
 from slipstream.config.paths import is_inline_template, resolve_path
 from slipstream.config.settings import Config
@@ -239,11 +239,7 @@ def advice(config: Config) -> list[str]:
         steps = config.trainer.steps
         out.append(f"trainer.warmup_steps = {config.trainer.warmup_steps} is not over within {steps} steps: the peak rate is never reached")
     samples = config.rollout.num_samples
-    if config.loss.kl_coefficient and config.loss.kl_in == "loss" and config.loss.divergence == "k1":
-        out.append('loss.kl_estimator = "k1" in the loss has a gradient that is 0 on average; k2 and k3 pull towards the reference')
-    if config.loss.kl_coefficient and config.loss.kl_in == "reward" and config.loss.divergence != "k1":
-        given = f'loss.kl_estimator = "{config.loss.divergence}" in the reward'
-        out.append(f"{given} does not pull a token towards its reference, near which its gradient is 0; k1 does")
+    out += loss_advice(config)
     if config.engine.slots < samples:
         out.append(
             f"engine.slots = {config.engine.slots} is less than one group of {samples}: its rollouts take turns, and the prompt is "

@@ -88,6 +88,22 @@ def _overlong_problems(config: Config) -> Iterator[Problem]:
         yield ("loss.overlong_tokens", "rollout.max_new_tokens"), text
 
 
+def loss_advice(config: Config) -> Iterator[str]:
+    """What is allowed in `[loss]` and probably not meant, one sentence each."""
+    loss = config.loss
+    policy = loss.policy or PRESETS[loss.preset].policy
+    if loss.kl_coefficient and loss.kl_in == "loss" and loss.divergence == "k1":
+        yield 'loss.kl_estimator = "k1" in the loss has a gradient that is 0 on average; k2 and k3 pull towards the reference'
+    if loss.kl_coefficient and loss.kl_in == "reward" and loss.divergence != "k1":
+        given = f'loss.kl_estimator = "{loss.divergence}" in the reward'
+        yield f"{given} does not pull a token towards its reference, near which its gradient is 0; k1 does"
+    weighed = corrections_of(loss) or (policy in POLICY_LOSSES and POLICY_LOSSES[policy].weighs_by_sampler)
+    if loss.old_logprobs == "recomputed" and not is_own(policy) and not weighed and config.buffer.max_staleness:
+        given = 'loss.old_logprobs = "recomputed" without a correction'
+        remedy = 'name one ("tis", "icepop"), or leave old_logprobs out'
+        yield f"{given} trains stale tokens as if the weights at the start of the step had sampled them; {remedy}"
+
+
 def find_problems(settings: LossSettings) -> Iterator[Problem]:
     """Everything that keeps these settings from being one loss; keys are those of `[loss]`."""
     policy = settings.policy or PRESETS[settings.preset].policy
