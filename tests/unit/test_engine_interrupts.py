@@ -346,6 +346,22 @@ def test_abort_retry_ends_what_runs_and_the_next_attempt_is_wholly_of_the_new_ve
     assert driver.generations[again].token_ids[:3] != driver.generations[running].token_ids[:3], "another attempt draws other numbers"
 
 
+def test_a_prompt_made_anew_gives_way_to_the_sequences_that_stand_on_its_old_keys() -> None:
+    """Those that `interrupt_after` spares share no block with it any more, so in a pool without room for states it cannot stay."""
+    driver = Driver(make_engine(tiny_model(), slots=2, max_context=64, saved_states=0, policy=InterruptPolicy("abort_retry", after=1)))
+    (spared,) = driver.submit(request(0, 0, prompt(34), 30))
+    while len(driver.ids(spared)) < 46:
+        driver.tick()
+    driver.engine.set_version(1, 1, "sum-1")
+    (sibling,) = driver.submit(request(0, 1, prompt(34), 1))
+    driver.tick()
+    assert driver.generations[sibling].prefill_version == (1, 1)
+    driver.submit(request(1, 0, prompt(58), 6, prompt_length=1))  # all the blocks that one sequence may have
+    driver.drain()
+    assert len(driver.ids(spared)) == 64 and driver.generations[spared].stop_reason is StopReason.LENGTH
+    assert driver.engine._live.cache.blocks.num_taken == 0
+
+
 # ---- drain ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ class BlockAllocator:
         return self._num_blocks - 1 - len(self._free)
 
     def take(self) -> int:
-        """A block with one holder. The pool is sized so that one is always free (see `Stream`)."""
+        """A block with one holder. The pool is sized so that one is always free (see `Cache`)."""
         block = self._free.pop()
         self._holders[block] = 1
         return block

@@ -24,8 +24,8 @@ _FIRST_BLOCKS = 4  # per slot: what the pool starts with
 class Cache:
     """Room for `slots` sequences of `max_context` tokens, and for `saved_states` more; the tensors grow with use.
 
-    Each running sequence holds at most `blocks_per_sequence` blocks, its group's prompt one partly filled block more, and each saved
-    state at most as many as a sequence. So a running sequence always finds a block, if only that of a prompt that can be made again.
+    Each running sequence holds at most `blocks_per_sequence` blocks, and one more while the partly filled block of a prompt is copied for
+    it; each saved state holds at most as many as a sequence. So there always is a block, if only that of a prompt that can be made again.
     """
 
     def __init__(
@@ -46,18 +46,19 @@ class Cache:
         self.prompts = PromptStore(self.blocks)
         self.states = StateStore(self.blocks, saved_states, saved_bytes, lambda: self.pool.num_bytes // self.pool.num_blocks)
 
-    def grow(self, blocks: list[int], num_tokens: int, prompt_key: tuple) -> None:
-        """Append blocks until there are enough for `num_tokens` positions. The prompt of that key keeps its own."""
+    def grow(self, blocks: list[int], num_tokens: int, keep: tuple | None = None) -> None:
+        """Append blocks until there are enough for `num_tokens` positions. Any prompt but that of key `keep` may give way."""
         while len(blocks) * BLOCK_TOKENS < num_tokens:
-            blocks.append(self._take(prompt_key))
+            blocks.append(self._take(keep))
 
-    def branch(self, blocks: list[int] | tuple[int, ...], num_tokens: int, prompt_key: tuple) -> list[int]:
-        """Blocks that begin with the same `num_tokens` positions: whole ones by reference, the partly filled one copied."""
+    def branch(self, blocks: list[int] | tuple[int, ...], num_tokens: int, keep: tuple | None = None) -> list[int]:
+        """Blocks that begin with the same `num_tokens` positions: whole ones by reference, the partly filled one copied. Where they are a
+        prompt's, `keep` is its key."""
         whole, partial = divmod(num_tokens, BLOCK_TOKENS)
         out = list(blocks[:whole])
         self.blocks.share(out)
         if partial:
-            self.grow(out, num_tokens, prompt_key)
+            self.grow(out, num_tokens, keep)
             self.pool.copy_block(blocks[whole], out[whole])
         return out
 
@@ -98,9 +99,9 @@ class Cache:
         body = base_model(self._model)
         return body(input_ids=tokens, position_ids=layout.positions, use_cache=False, layout=layout).last_hidden_state
 
-    def _take(self, prompt_key: tuple) -> int:
+    def _take(self, keep: tuple | None) -> int:
         while not self.blocks.num_free:
-            evicted = self.prompts.evict_one(keep=prompt_key)
+            evicted = self.prompts.evict_one(keep)
             assert evicted, "there are blocks for every slot at max_context"
         block = self.blocks.take()
         self.pool.reserve(block + 1)

@@ -251,16 +251,16 @@ class Stream:
 
         The first ones are a saved state's or the prompt's; the rest is made now.
         """
-        cache, key, last = self.cache, sequence.prompt_key, len(sequence.tokens) - 1
+        cache, last = self.cache, len(sequence.tokens) - 1
         if (saved := self._saved(sequence)) is not None:
             state, num_tokens = saved
-            sequence.blocks, sequence.marks = cache.branch(state.blocks, num_tokens, key), state.marks.copy()
+            sequence.blocks, sequence.marks = cache.branch(state.blocks, num_tokens), state.marks.copy()
         else:
             prompt = cache.prompts.get(sequence) or self._make_prompt(sequence, version)
             num_tokens = prompt.num_tokens
-            sequence.blocks = cache.branch(prompt.blocks, num_tokens, key)
+            sequence.blocks = cache.branch(prompt.blocks, num_tokens, keep=sequence.prompt_key)
             sequence.marks.add(0, prompt.version)
-        cache.grow(sequence.blocks, last, key)
+        cache.grow(sequence.blocks, last)
         cache.prefill(sequence.tokens[num_tokens:last], num_tokens, sequence.blocks)
         sequence.marks.add(num_tokens, version)  # from here on, the passes to come included
         self._table[sequence.slot] = 0
@@ -285,7 +285,7 @@ class Stream:
     def _make_prompt(self, sequence: Sequence, version: Version) -> Prompt:
         num_tokens = sequence.request.prompt_length - 1
         blocks: list[int] = []
-        self.cache.grow(blocks, num_tokens, sequence.prompt_key)
+        self.cache.grow(blocks, num_tokens)
         self.cache.prefill(sequence.tokens[:num_tokens], 0, blocks)
         prompt = Prompt(blocks, num_tokens, version)
         self.cache.prompts.put(sequence, prompt)
@@ -296,7 +296,7 @@ class Stream:
         for slot in rows[self._position[rows] % BLOCK_TOKENS == 0].tolist():
             sequence = self._slots[slot]
             assert sequence is not None
-            self.cache.grow(sequence.blocks, int(self._position[slot]) + 1, sequence.prompt_key)
+            self.cache.grow(sequence.blocks, int(self._position[slot]) + 1)
             self._table[slot, len(sequence.blocks) - 1] = sequence.blocks[-1]
 
     def _vacate(self, sequence: Sequence) -> None:
