@@ -22,7 +22,7 @@ from slipstream.controller.buffer import make_batch
 from slipstream.controller.ledger import LedgerReader
 from slipstream.observe.jsonl import read_jsonl
 from slipstream.run import Result
-from slipstream.types import Batch, Group
+from slipstream.types import Batch, Group, Rollout
 
 Tables = dict[str, Any]
 
@@ -114,7 +114,7 @@ def _tokens(group: Group) -> tuple:
                 r.token_ids.tobytes(),
                 r.logprobs.tobytes(),
                 r.loss_mask.tobytes(),
-                tuple((s.start, s.end, s.version, s.engine_id) for s in r.spans),
+                _spans(r),
                 None if r.prefill_version is None else r.prefill_version[1],
                 r.stop_reason,
                 r.reward,
@@ -122,6 +122,16 @@ def _tokens(group: Group) -> tuple:
             for r in group.rollouts
         ),
     )
+
+
+def _spans(rollout: Rollout) -> tuple:
+    """(start, end, version, engine), of one version on both sides of a resume as one."""
+    out: list[tuple] = []
+    for span in rollout.spans:
+        goes_on = bool(out) and out[-1][1:] == (span.start, span.version, span.engine_id)
+        start = out.pop()[0] if goes_on else span.start
+        out.append((start, span.end, span.version, span.engine_id))
+    return tuple(out)
 
 
 def recorded_batches(folder: Path) -> dict[int, Batch]:
