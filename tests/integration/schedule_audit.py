@@ -297,12 +297,12 @@ class Audit:
         self._close_tokens(state, tasks)
 
     def _close_tokens(self, state: Any, tasks: Any) -> None:
-        """Every token is trained, masked, in a skipped update, wasted for a cause, in flight, or was never told of."""
+        """Every token is trained, masked, wasted for a cause (a skipped update is one), in flight, or was never told of."""
         totals, trained = state.totals, [made for made in self.steps.values() if not made.skipped]
-        self.wasted = +(self.wasted + Counter(stale=sum(made.stale for made in self.steps.values())))
         ages = sum((made.ages for made in trained), Counter())
         masked = sum(made.masked for made in trained)
         skipped = sum(made.ages.total() + made.masked for made in self.steps.values() if made.skipped)
+        self.wasted = +(self.wasted + Counter(stale=sum(made.stale for made in self.steps.values()), skipped=skipped))
         ours = {"ages": +ages, "masked": masked, "wasted": self.wasted, "samples": sum(made.samples for made in trained)}
         theirs = {
             "ages": +totals.staleness,
@@ -314,9 +314,9 @@ class Audit:
             raise Broken(f"counted were {ours}, the controller has {theirs}")
         running = sum(len(s.ids) for task in tasks for s in task.sequences) + sum(self.parked.values())
         finished = sum(tokens for group, tokens in self.kept.items() if self.place[group] == "live")
-        if len(self.made) != ages.total() + masked + skipped + self.wasted.total() + running + finished + self.lost:
+        if len(self.made) != ages.total() + masked + self.wasted.total() + running + finished + self.lost:
             raise Broken(
-                f"{len(self.made)} tokens were sampled: {ages.total()} trained, {masked} masked, {skipped} in skipped updates, {running} "
+                f"{len(self.made)} tokens were sampled: {ages.total()} trained, {masked} masked, {running} "
                 f"running, {finished} finished, {self.lost} never told of, wasted {dict(self.wasted)}"
             )
 

@@ -148,7 +148,7 @@ def test_long_plausible_histories_keep_the_accounts_closed(seed):
     assert fold(history) == state
 
 
-def trained(state: RunState, ids) -> RunState:
+def trained(state: RunState, ids, skipped: str | None = None) -> RunState:
     """Admit, finish, batch and train these groups."""
     events = []
     for g in ids:
@@ -162,7 +162,11 @@ def trained(state: RunState, ids) -> RunState:
         state = fold([ev.VersionPublished(version=state.step, checksum="x")], state)
     version = state.step + 1
     return fold(
-        [ev.VersionPublished(version=version, checksum="x"), ev.StepFinished(step=state.step, version=version, checksum="x")], state
+        [
+            ev.VersionPublished(version=version, checksum="x"),
+            ev.StepFinished(step=state.step, version=version, checksum="x", skipped=skipped),
+        ],
+        state,
     )
 
 
@@ -186,9 +190,17 @@ def test_a_slot_is_held_until_every_engine_has_confirmed():
 
 def test_a_skipped_update_is_a_version_and_frees_its_slots():
     state = fold([ev.EngineAdded(engine_id="a")], apply(RunState(), START))
-    state = trained(state, [0, 1])
+    state = trained(state, [0, 1], skipped="nan")
     state = apply(state, ev.EngineConfirmed(engine_id="a", version=1, checksum="x"))
     assert state.step == 1 and state.slots_taken == 0
+
+
+def test_tokens_of_a_skipped_update_are_waste_until_it_is_made_again():
+    state = trained(apply(RunState(), START), [0, 1], skipped="nan")
+    assert (state.totals.trained_groups, state.totals.trained_tokens) == (2, 0)
+    assert state.totals.wasted_tokens["skipped"] == state.batches[0].record.num_loss_tokens == 4
+    state = apply(state, restart(state, "resume", 0))
+    assert not +state.totals.wasted_tokens, "its batch is trained again"
 
 
 def test_a_lowered_limit_closes_the_gate_and_leaves_admitted_groups_their_bound():

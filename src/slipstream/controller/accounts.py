@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from slipstream.controller import events as ev
 from slipstream.controller.ledger import LedgerReader
-from slipstream.controller.state import INTERRUPTED, REWOUND, STALE, RunState, fold
+from slipstream.controller.state import RunState, fold
+from slipstream.controller.totals import INTERRUPTED, REWOUND, SKIPPED, STALE
 from slipstream.errors import LedgerError
 from slipstream.types import GroupStatus
 
@@ -114,9 +115,10 @@ def _move(account: Account, group_id: int, was: GroupStatus, now: GroupStatus, r
 
 
 def _count(account: Account, record: ev.BatchRecorded, trained: int, sign: int) -> None:
-    """Add a finished batch to the account, or take it out again: rollouts that left its groups are waste, also of a skipped update."""
-    if record.dropped.rollouts:
-        account.wasted_tokens[STALE] += sign * record.dropped.tokens
+    """Add a finished batch to the account, or take it out again. Rollouts that left its groups are waste, and all of a skipped update."""
+    account.wasted_tokens[STALE] += sign * record.dropped.tokens
+    if not trained:
+        account.wasted_tokens[SKIPPED] += sign * (record.num_loss_tokens + record.num_masked_tokens)
     for staleness, tokens in record.staleness:
         account.staleness[staleness] += sign * trained * tokens
 

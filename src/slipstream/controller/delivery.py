@@ -10,9 +10,9 @@ from slipstream.controller import buffer, stale
 from slipstream.controller import events as ev
 from slipstream.controller.journal import Journal
 from slipstream.controller.metrics_line import growth, step_line
-from slipstream.controller.run_state import LiveGroup
-from slipstream.controller.state import STALE, RunState
+from slipstream.controller.run_state import LiveGroup, RunState
 from slipstream.controller.timing import StepTimes
+from slipstream.controller.totals import STALE
 from slipstream.errors import LedgerError, RunFailed
 from slipstream.protocols import Clock
 from slipstream.types import Batch, Group, GroupStatus, StepReport

@@ -16,10 +16,10 @@ from slipstream.controller import admission, buffer, selection
 from slipstream.controller import events as ev
 from slipstream.controller.cursor import Cursor
 from slipstream.controller.journal import Journal
-from slipstream.controller.run_state import LiveGroup
+from slipstream.controller.run_state import LiveGroup, RunState
 from slipstream.controller.stale import oldest_trained
-from slipstream.controller.state import CANCELLED, INTERRUPTED, RunState, short_cause
 from slipstream.controller.timing import StepTimes
+from slipstream.controller.totals import CANCELLED, INTERRUPTED, short_cause
 from slipstream.errors import LedgerError, RunFailed
 from slipstream.protocols import Clock
 from slipstream.types import Assignment, Draw, Group, GroupStatus, PrefixChunk

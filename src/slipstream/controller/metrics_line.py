@@ -11,7 +11,8 @@ import numpy as np
 
 from slipstream.controller.buffer import has_zero_variance
 from slipstream.controller.events import BatchRecorded, StepFinished
-from slipstream.controller.run_state import Member, RunState, Totals
+from slipstream.controller.run_state import Member, RunState
+from slipstream.controller.totals import Totals
 from slipstream.types import Group, StepReport
 
 PER_STEP = ("generated_tokens", "filtered", "dropped", "wasted_tokens", "failures")  # of `Totals`

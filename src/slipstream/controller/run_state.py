@@ -6,13 +6,20 @@ Memory holds the groups that are in flight and the batches that a kept checkpoin
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 
 from slipstream.controller import admission
 from slipstream.controller import events as ev
+from slipstream.controller.totals import Totals
 from slipstream.errors import LedgerError
 from slipstream.types import GroupStatus
+
+
+def refuse_unless(condition: bool, text: str) -> None:
+    """An event that is not legal here: LedgerError."""
+    if not condition:
+        raise LedgerError(text)
 
 
 @dataclass(slots=True)
@@ -69,31 +76,6 @@ class Evaluations:
     handled: dict[int, int] = field(default_factory=dict)  # due version -> version evaluated, -1 skipped
     results: list[ev.EvaluationFinished] = field(default_factory=list)  # of surviving versions, oldest first
     engine_s: float = 0.0
-
-
-@dataclass(slots=True)
-class Totals:
-    """Sums over the surviving events. Work that a resume threw away is not in the trained ones, its time is."""
-
-    trained_groups: int = 0
-    trained_samples: int = 0
-    trained_tokens: int = 0
-    several_versions: int = 0  # trained samples with more than one version
-    masked_tokens: int = 0  # stale ones, out of the loss mask
-    down_weighted_tokens: int = 0  # stale ones, trained with less weight
-    trained: ev.Tally = field(default_factory=ev.Tally)  # rollouts that were trained
-    stale: ev.Tally = field(default_factory=ev.Tally)  # rollouts that were dropped because they were stale, to be held against those
-    skipped_steps: int = 0
-    staleness: Counter[int] = field(default_factory=Counter)  # staleness -> trained tokens
-    filtered: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)  # reason -> groups
-    failures: Counter[str] = field(default_factory=Counter)  # short cause -> failed attempts, and failed rollouts that a group could spare
-    generated_tokens: int = 0
-    wasted_tokens: Counter[str] = field(default_factory=Counter)  # cause -> tokens
-    active_s: float = 0.0
-    rollout_idle_s: float = 0.0
-    trainer_active_s: float = 0.0
-    trainer_wait_s: float = 0.0
 
 
 @dataclass(slots=True)

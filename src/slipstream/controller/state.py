@@ -18,19 +18,14 @@ batch.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterable
 
 from slipstream.controller import events as ev
-from slipstream.controller.run_state import LiveGroup, Member, RecordedBatch, RunState, Totals
+from slipstream.controller.run_state import LiveGroup, Member, RecordedBatch, RunState, refuse_unless
+from slipstream.controller.starts import run_started
+from slipstream.controller.totals import CANCELLED, INTERRUPTED, STALE
 from slipstream.errors import LedgerError
 from slipstream.types import GroupStatus
-
-MAX_CAUSES = 50  # distinct failure causes counted apart; the rest is "other"
-REWOUND = "rewound"
-STALE = "stale"  # finished, and too old for the next batch
-CANCELLED = "cancelled"  # the same, still running
-INTERRUPTED = "interrupted"
 
 
 def fold(events: Iterable[ev.Event], state: RunState | None = None) -> RunState:
@@ -49,101 +44,6 @@ def apply(state: RunState, event: ev.Event) -> RunState:
     return state
 
 
-def short_cause(cause: str) -> str:
-    """What failures are counted under: the cause up to its first colon or line end."""
-    return cause.splitlines()[0].split(":")[0].strip()[:60] if cause.strip() else "unknown"
-
-
-def _refuse_unless(condition: bool, text: str) -> None:
-    if not condition:
-        raise LedgerError(text)
-
-
-# ---- starts ------------------------------------------------------------------------------------------------------------------
-
-
-def _run_started(state: RunState, event: ev.RunStarted) -> None:
-    if event.kind == "fresh":
-        state.run_id, state.group_size = event.run_id, event.group_size
-        state.groups_per_step = event.groups_per_step
-    else:
-        _check_restart(state, event)
-        _go_back(state, event.from_step, event.point, event.kept)
-        if event.kind == "rewind":
-            _rewind(state, event)
-    state.incarnation = event.incarnation
-    state.max_staleness, state.window, state.max_groups = event.max_staleness, event.window, event.max_groups
-    state.lowered = event.lowered
-    state.published.clear()
-    state.engines.clear()
-    state.unconfirmed.clear()  # every engine of this incarnation starts at from_step or later
-    state.stop_reason = None
-    state.skipped_in_a_row = state.barren_in_a_row = 0
-    if event.kind != "deterministic_resume":  # that one goes on with the counts as of its checkpoint
-        state.threshold_counts = {}
-    state.first_barren_cause, state.productive = "", False
-
-
-def _check_restart(state: RunState, event: ev.RunStarted) -> None:
-    _refuse_unless(event.run_id == state.run_id, f"run {event.run_id} cannot start in the ledger of run {state.run_id}")
-    _refuse_unless(event.incarnation > state.incarnation, f"incarnation {event.incarnation} after incarnation {state.incarnation}")
-    _refuse_unless(
-        event.groups_per_step == state.groups_per_step,
-        f"groups_per_step was {state.groups_per_step} and is now {event.groups_per_step}: it is constant in a run",
-    )
-    over = event.kind == "rewind" and event.from_step == 0  # needs no old batch
-    missing = [] if over else [s for s in range(event.from_step, state.step) if s not in state.batches]
-    _refuse_unless(
-        event.from_step <= state.step and not missing,
-        f"the run cannot go on from step {event.from_step}: {state.step} steps are recorded"
-        + (f" and the groups of batch {missing[0]} are gone" if missing else ""),
-    )
-
-
-def _go_back(state: RunState, step: int, point: ev.Point | None, kept: tuple[int, ...]) -> None:
-    """The checkpoint at `step` is what survived: batches from there on are to be trained again, in recorded order."""
-    for later in [s for s in state.batches if step <= s < state.step]:
-        _count_trained(state.totals, state.batches[later], -1)
-    state.step = step
-    state.checkpoints = [p for p in state.checkpoints if p.step < step and p.step in kept] + ([point] if point else [])
-    evaluations = state.evaluations
-    evaluations.running = None
-    evaluations.results = [r for r in evaluations.results if r.version <= step]
-    evaluations.handled = {due: version for due, version in evaluations.handled.items() if due <= step and version <= step}
-
-
-def _rewind(state: RunState, event: ev.RunStarted) -> None:
-    """What was admitted after the checkpoint, and what it had not trained, is dropped; its prompts are drawn again."""
-    point = event.point or ev.Point(step=0, ledger_seq=0, next_draw=0, position=0)
-    batched = [m for s, batch in state.batches.items() if s >= event.from_step for m in batch.members]
-    gone = sorted([*batched, *state.live.values()], key=lambda g: g.group_id)
-    for group in gone:
-        state.totals.dropped[REWOUND] += 1
-        state.totals.wasted_tokens[REWOUND] += group.num_tokens
-    if event.from_step == 0:
-        _uncount_covered(state.totals)
-    for step in [s for s in state.batches if s >= event.from_step]:
-        del state.batches[step]
-    state.next_batch = event.from_step
-    state.live.clear()
-    state.order.clear()
-    state.places.clear()
-    state.passed.clear()
-    state.position = point.position
-    state.redraw = deque([*point.redraw, *(g.position for g in gone if g.group_id < point.next_draw)])
-
-
-def _uncount_covered(totals: Totals) -> None:
-    """Back to the initial model: of batches that every kept checkpoint covered the state holds no groups any more, only what the totals
-    still count as trained after all others were taken out."""
-    totals.dropped[REWOUND] += totals.trained_groups
-    totals.wasted_tokens[REWOUND] += totals.generated_tokens - sum(totals.wasted_tokens.values())
-    totals.trained_groups = totals.trained_samples = totals.trained_tokens = 0
-    totals.several_versions = totals.masked_tokens = totals.down_weighted_tokens = totals.skipped_steps = 0
-    totals.trained = ev.Tally()
-    totals.staleness.clear()
-
-
 def _settings_changed(state: RunState, event: ev.SettingsChanged) -> None:
     lower = int(event.changes.get("buffer.max_staleness", state.max_staleness))
     state.lowered += state.max_staleness - lower
@@ -159,9 +59,9 @@ def _stop_requested(state: RunState, event: ev.StopRequested) -> None:
 
 
 def _admitted(state: RunState, event: ev.Admitted) -> None:
-    _refuse_unless(event.group_id == state.next_draw, f"draw {event.group_id} after draw {state.next_draw - 1}")
+    refuse_unless(event.group_id == state.next_draw, f"draw {event.group_id} after draw {state.next_draw - 1}")
     due = state.redraw[0] if state.redraw else state.position
-    _refuse_unless(event.position == due, f"draw {event.group_id} is of position {event.position}, position {due} is next")
+    refuse_unless(event.position == due, f"draw {event.group_id} is of position {event.position}, position {due} is next")
     if state.redraw:
         state.redraw.popleft()
     else:
@@ -181,7 +81,7 @@ def _prefixes_recorded(state: RunState, event: ev.PrefixesRecorded) -> None:
         group = state.running_group(group_id)
         _check_sample(group, sample, attempt)
         length = lengths.get((group_id, sample), group.prefix_tokens.get(sample, 0))
-        _refuse_unless(
+        refuse_unless(
             start == length, f"prefix of group {group_id} sample {sample} starts at token {start}, but {length} tokens are recorded"
         )
         lengths[group_id, sample] = start + num_tokens
@@ -200,17 +100,17 @@ def _sample_interrupted(state: RunState, event: ev.SampleInterrupted) -> None:
     group.retries[event.sample] = group.retries.get(event.sample, 0) + 1
     group.prefix_tokens.pop(event.sample, None)
     group.prefix_versions.pop(event.sample, None)
-    _count_waste(state, INTERRUPTED, event.num_tokens)
+    state.totals.count_waste(INTERRUPTED, event.num_tokens)
 
 
 def _check_sample(group: LiveGroup, sample: int, attempt: int) -> None:
     due = group.attempt_of(sample)
-    _refuse_unless(attempt == due, f"attempt {attempt} of group {group.group_id} sample {sample}, which is at attempt {due}")
+    refuse_unless(attempt == due, f"attempt {attempt} of group {group.group_id} sample {sample}, which is at attempt {due}")
 
 
 def _group_finished(state: RunState, event: ev.GroupFinished) -> None:
     group = _current_attempt(state, event.group_id, event.attempt)
-    left_out = _count_left_out(state, event.left_out)
+    left_out = state.totals.count_left_out(event.left_out)
     group.status, group.num_tokens = GroupStatus.FINISHED, event.num_tokens - left_out
     group.oldest_version = event.oldest_version
     _forget_prefixes(group)
@@ -224,8 +124,8 @@ def _attempt_failed(state: RunState, event: ev.AttemptFailed) -> None:
     group.failures += 1
     group.retries.clear()
     _forget_prefixes(group)
-    _count_failure(state, event.cause)
-    _count_waste(state, "failed", event.num_tokens)
+    state.totals.count_failure(event.cause)
+    state.totals.count_waste("failed", event.num_tokens)
 
 
 def _forget_prefixes(group: LiveGroup) -> None:
@@ -237,7 +137,7 @@ def _filtered(state: RunState, event: ev.Filtered) -> None:
     _current_attempt(state, event.group_id, event.attempt)
     _leave(state, event.group_id)
     state.totals.filtered += 1
-    _count_waste(state, "filtered", event.num_tokens - _count_left_out(state, event.left_out))
+    state.totals.count_waste("filtered", event.num_tokens - state.totals.count_left_out(event.left_out))
     state.productive = True
     _count_barren(state, f"group {event.group_id} was filtered: {event.reason}")
 
@@ -248,8 +148,8 @@ def _dropped(state: RunState, event: ev.Dropped) -> None:
     _current_attempt(state, event.group_id, event.attempt)
     _leave(state, event.group_id)
     state.totals.dropped[event.reason] += 1
-    _count_failure(state, event.cause)
-    _count_waste(state, event.reason, event.num_tokens)
+    state.totals.count_failure(event.cause)
+    state.totals.count_waste(event.reason, event.num_tokens)
     if event.reason != INTERRUPTED:  # that takes new weights, so groups were trained meanwhile: the run gets on
         _count_barren(state, f"group {event.group_id} {event.reason}: {event.cause}")
 
@@ -262,7 +162,7 @@ def _dropped_stale(state: RunState, event: ev.Dropped) -> None:
     if group is None or (group.attempt, group.status) != (event.attempt, due):
         raise LedgerError(f"attempt {event.attempt} of group {event.group_id} cannot be dropped: {state.where(event.group_id)}")
     counted = due is GroupStatus.FINISHED
-    _refuse_unless(not counted or event.num_tokens == group.num_tokens, f"group {event.group_id} has {group.num_tokens} tokens")
+    refuse_unless(not counted or event.num_tokens == group.num_tokens, f"group {event.group_id} has {group.num_tokens} tokens")
     _leave(state, event.group_id)
     state.totals.dropped[event.reason] += 1
     state.totals.wasted_tokens[event.reason] += event.num_tokens
@@ -273,7 +173,7 @@ def _dropped_stale(state: RunState, event: ev.Dropped) -> None:
 
 def _current_attempt(state: RunState, group_id: int, attempt: int) -> LiveGroup:
     group = state.running_group(group_id)
-    _refuse_unless(attempt == group.attempt, f"attempt {attempt} of group {group_id}, which is at attempt {group.attempt}")
+    refuse_unless(attempt == group.attempt, f"attempt {attempt} of group {group_id}, which is at attempt {group.attempt}")
     return group
 
 
@@ -292,27 +192,6 @@ def _move_anchor(state: RunState) -> None:
     del state.places[:start]
 
 
-def _count_failure(state: RunState, cause: str) -> None:
-    failures, key = state.totals.failures, short_cause(cause)
-    failures[key if key in failures or len(failures) < MAX_CAUSES else "other"] += 1
-
-
-def _count_waste(state: RunState, cause: str, num_tokens: int) -> None:
-    state.totals.generated_tokens += num_tokens
-    state.totals.wasted_tokens[cause] += num_tokens
-
-
-def _count_left_out(state: RunState, left_out: ev.LeftOut | None) -> int:
-    """Count what an oversampled group's selection left out; how many tokens that were."""
-    if left_out is None:
-        return 0
-    for cause in left_out.failures:
-        _count_failure(state, cause)
-    for cause, num_tokens in left_out.tokens.items():
-        _count_waste(state, cause, num_tokens)
-    return left_out.num_tokens
-
-
 def _count_barren(state: RunState, cause: str) -> None:
     state.barren_in_a_row += 1
     state.first_barren_cause = state.first_barren_cause or cause
@@ -322,8 +201,8 @@ def _count_barren(state: RunState, cause: str) -> None:
 
 
 def _batch_recorded(state: RunState, event: ev.BatchRecorded) -> None:
-    _refuse_unless(event.step == state.next_batch, f"batch {event.step} after batch {state.next_batch - 1}")
-    _refuse_unless(len(set(event.group_ids)) == len(event.group_ids) > 0, f"batch {event.step} holds a group twice, or none")
+    refuse_unless(event.step == state.next_batch, f"batch {event.step} after batch {state.next_batch - 1}")
+    refuse_unless(len(set(event.group_ids)) == len(event.group_ids) > 0, f"batch {event.step} holds a group twice, or none")
     for group_id in event.group_ids:
         group = state.live.get(group_id)
         if group is None or group.status is not GroupStatus.FINISHED:
@@ -343,18 +222,18 @@ def _batch_recorded(state: RunState, event: ev.BatchRecorded) -> None:
 
 
 def _step_finished(state: RunState, event: ev.StepFinished) -> None:
-    _refuse_unless(event.step == state.step, f"step {event.step} finished, but step {state.step} is next")
-    _refuse_unless(event.step < state.next_batch, f"step {event.step} finished, but its batch is not recorded")
-    _refuse_unless(event.version == event.step + 1, f"step {event.step} made version {event.version}, not {event.step + 1}")
+    refuse_unless(event.step == state.step, f"step {event.step} finished, but step {state.step} is next")
+    refuse_unless(event.step < state.next_batch, f"step {event.step} finished, but its batch is not recorded")
+    refuse_unless(event.version == event.step + 1, f"step {event.step} made version {event.version}, not {event.step + 1}")
     published = state.published.get(event.version)
-    _refuse_unless(
+    refuse_unless(
         event.checksum == (published or ""),
         f"step {event.step} reports weights {event.checksum or '(not published)'}; version {event.version} was "
         + (f"published as {published}" if published else "not published"),
     )
     batch = state.batches[event.step]
     batch.skipped = event.skipped is not None
-    _count_trained(state.totals, batch, +1)
+    state.totals.count_batch(batch.record, skipped=batch.skipped)
     state.step += 1
     state.skipped_in_a_row = state.skipped_in_a_row + 1 if batch.skipped else 0
     state.unconfirmed.append((event.version, len(batch.members)))
@@ -370,30 +249,10 @@ def _thresholds_judged(state: RunState, event: ev.ThresholdsJudged) -> None:
     state.threshold_counts = dict(event.counts)
 
 
-def _count_trained(totals: Totals, batch: RecordedBatch, sign: int) -> None:
-    """Add a finished batch to the totals, or take it out again. A skipped update trained nothing, but its groups are spent."""
-    record = batch.record
-    totals.trained_groups += sign * len(batch.members)
-    if record.dropped.rollouts:
-        totals.wasted_tokens[STALE] += sign * record.dropped.tokens
-        totals.stale = totals.stale.plus(record.dropped, sign)
-    if batch.skipped:
-        totals.skipped_steps += sign
-        return
-    totals.trained = totals.trained.plus(record.kept, sign)
-    totals.trained_samples += sign * record.num_samples
-    totals.trained_tokens += sign * record.num_loss_tokens
-    totals.several_versions += sign * record.num_several_versions
-    totals.masked_tokens += sign * record.num_masked_tokens
-    totals.down_weighted_tokens += sign * record.num_down_weighted_tokens
-    for staleness, tokens in record.staleness:
-        totals.staleness[staleness] += sign * tokens
-
-
 def _version_published(state: RunState, event: ev.VersionPublished) -> None:
     due = state.step + 1 if state.published else state.step  # first of all the start weights; then some, not all, versions
-    _refuse_unless(event.version == due, f"version {event.version} was published after {state.step} steps, but only {due} can be")
-    _refuse_unless(event.version not in state.published, f"version {event.version} was published twice")
+    refuse_unless(event.version == due, f"version {event.version} was published after {state.step} steps, but only {due} can be")
+    refuse_unless(event.version not in state.published, f"version {event.version} was published twice")
     state.published[event.version] = event.checksum
     state.newest_version[state.incarnation] = event.version
 
@@ -403,14 +262,14 @@ def _engine_added(state: RunState, event: ev.EngineAdded) -> None:
 
 
 def _engine_removed(state: RunState, event: ev.EngineRemoved) -> None:
-    _refuse_unless(event.engine_id in state.engines, f"engine {event.engine_id} is not in service")
+    refuse_unless(event.engine_id in state.engines, f"engine {event.engine_id} is not in service")
     del state.engines[event.engine_id]
     _release(state)
 
 
 def _engine_confirmed(state: RunState, event: ev.EngineConfirmed) -> None:
-    _refuse_unless(event.engine_id in state.engines, f"engine {event.engine_id} is not in service")
-    _refuse_unless(
+    refuse_unless(event.engine_id in state.engines, f"engine {event.engine_id} is not in service")
+    refuse_unless(
         state.published.get(event.version) == event.checksum,
         f"engine {event.engine_id} holds {event.checksum} as version {event.version}, published was {state.published.get(event.version)}",
     )
@@ -430,7 +289,7 @@ def _release(state: RunState) -> None:
 
 
 def _checkpoint_committed(state: RunState, event: ev.CheckpointCommitted) -> None:
-    _refuse_unless(event.point.step == state.step, f"a checkpoint of step {event.point.step} while {state.step} steps are finished")
+    refuse_unless(event.point.step == state.step, f"a checkpoint of step {event.point.step} while {state.step} steps are finished")
     older = [p for p in state.checkpoints if p.step in event.kept and p.step != event.point.step]
     state.checkpoints = [*older, event.point]
     for step in [s for s in state.batches if s < event.covers]:
@@ -439,16 +298,16 @@ def _checkpoint_committed(state: RunState, event: ev.CheckpointCommitted) -> Non
 
 def _evaluation_ordered(state: RunState, event: ev.EvaluationOrdered) -> None:
     evaluations = state.evaluations
-    _refuse_unless(evaluations.running is None, f"evaluation {event.number} ordered while another runs")
-    _refuse_unless(event.number == evaluations.num_ordered, f"evaluation {event.number} after {evaluations.num_ordered} ordered")
-    _refuse_unless(event.due not in evaluations.handled, f"the evaluation due at version {event.due} was ordered twice")
+    refuse_unless(evaluations.running is None, f"evaluation {event.number} ordered while another runs")
+    refuse_unless(event.number == evaluations.num_ordered, f"evaluation {event.number} after {evaluations.num_ordered} ordered")
+    refuse_unless(event.due not in evaluations.handled, f"the evaluation due at version {event.due} was ordered twice")
     evaluations.running = event
     evaluations.num_ordered += 1
 
 
 def _evaluation_finished(state: RunState, event: ev.EvaluationFinished) -> None:
     running = state.evaluations.running
-    _refuse_unless(running is not None and running.number == event.number, f"evaluation {event.number} finished, but does not run")
+    refuse_unless(running is not None and running.number == event.number, f"evaluation {event.number} finished, but does not run")
     state.evaluations.running = None
     state.evaluations.handled[event.due] = event.version
     state.evaluations.results.append(event)
@@ -456,19 +315,19 @@ def _evaluation_finished(state: RunState, event: ev.EvaluationFinished) -> None:
 
 
 def _evaluation_skipped(state: RunState, event: ev.EvaluationSkipped) -> None:
-    _refuse_unless(event.due not in state.evaluations.handled, f"the evaluation due at version {event.due} was already handled")
+    refuse_unless(event.due not in state.evaluations.handled, f"the evaluation due at version {event.due} was already handled")
     state.evaluations.handled[event.due] = -1
     state.evaluations.num_skipped += 1
 
 
 def _evaluation_aborted(state: RunState, event: ev.EvaluationAborted) -> None:
     running = state.evaluations.running
-    _refuse_unless(running is not None and running.number == event.number, f"evaluation {event.number} was aborted, but does not run")
+    refuse_unless(running is not None and running.number == event.number, f"evaluation {event.number} was aborted, but does not run")
     state.evaluations.running = None
 
 
 _HANDLERS = {
-    ev.RunStarted: _run_started,
+    ev.RunStarted: run_started,
     ev.SettingsChanged: _settings_changed,
     ev.Admitted: _admitted,
     ev.PrefixesRecorded: _prefixes_recorded,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from slipstream.controller.state import RunState
+from slipstream.controller.run_state import RunState
 from slipstream.errors import WeightSyncError
 from slipstream.protocols import Manifest, WeightsOffer
 from slipstream.types import EngineReport

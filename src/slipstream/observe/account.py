@@ -46,7 +46,7 @@ def account(state: RunState) -> dict[str, Any]:
             "trained": totals.trained_tokens,
             "masked_stale": totals.masked_tokens,
             "down_weighted": totals.down_weighted_tokens,
-            "wasted": dict(totals.wasted_tokens),
+            "wasted": dict(+totals.wasted_tokens),  # without what a resume took out again
         },
         **dropping_bias(totals),
         "failures": dict(totals.failures),
