@@ -105,8 +105,8 @@ def test_frozen_models_are_named_measured_and_must_have_the_same_tokens(run_file
     assert main(["validate", str(run_file), *loss, "--json"]) == 0
     answer = read_last_json(capsys)
     assert answer["frozen_models"] == [
-        "loss.reference: the start model, read by the logprob stage, a process of its own",
-        f"loss.teacher: {tmp_path}/teacher, read by the logprob stage, a process of its own",
+        "loss.reference: the start model, 0.1 x k3 in the loss, read by the logprob stage, a process of its own",
+        f"loss.teacher: {tmp_path}/teacher, 1 x sampled KL, read by the logprob stage, a process of its own",
     ]
     assert answer["memory_bytes"]["frozen models"] > 2 * (tmp_path / "teacher" / "model.safetensors").stat().st_size
     assert main(["validate", str(run_file), "--loss.teacher", "./teacher", "--loss.teacher_kl", "full", "--launch", "inline"]) == 0

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.config.settings import Config, RewardSettings
+from slipstream.config.settings import Config, LossSettings, RewardSettings
 from slipstream.errors import ConfigError, DataError, ModelError, RunFolderError, SlipstreamError
 
 if TYPE_CHECKING:
+    from slipstream.config.frozen_models import FrozenModel
     from slipstream.config.load import LoadedConfig
     from slipstream.data import Data
     from slipstream.models.loading import ModelInfo
@@ -147,7 +148,13 @@ def _check_frozen_models(config: Config, found: Findings) -> None:
                 check_frozen_model(frozen, config)
             name = "the start model" if frozen.settings == config.model else frozen.settings.name
             who = "held by the trainer, which compares every logit" if frozen.array is None else stage
-            found.facts.setdefault("frozen_models", []).append(f"{frozen.key}: {name}, {who}")
+            found.facts.setdefault("frozen_models", []).append(f"{frozen.key}: {name}, {_learned_from(frozen, config.loss)}, {who}")
+
+
+def _learned_from(frozen: FrozenModel, loss: LossSettings) -> str:
+    if frozen.key == "loss.reference":
+        return f"{loss.kl_coefficient:g} x {loss.divergence} in the {loss.kl_in}"
+    return f"{loss.teacher_coefficient:g} x {loss.teacher_kl} KL"
 
 
 def _check_prompts(config: Config, data: Data | None, tokenizer: Any, info: ModelInfo, found: Findings) -> int:
