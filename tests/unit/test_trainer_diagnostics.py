@@ -63,6 +63,7 @@ def test_statistics_overall_and_per_lag(max_tokens):
     log_r, lag = facts(batch)
     assert {key: metrics[key] for key in expected_statistics(log_r)} == pytest.approx(expected_statistics(log_r), rel=1e-3)
     assert metrics["ratio_mean"] == pytest.approx(np.exp(log_r).mean(), rel=1e-3)
+    assert {type(value) for value in metrics.values()} == {float}, "people print them"
     assert {key.split("/")[1] for key in metrics if key.startswith("lag/")} == {"0", "1", "3"}
     for number in (0, 1, 3):
         expected = expected_statistics(log_r[lag == number])

@@ -78,9 +78,10 @@ class Diagnostics:
         if len(kept):
             out["kept_kv_gap"] = float(kept.mean(dtype=np.float64))
         sums = self._sums(before)
-        out |= _statistics({name: values.sum() for name, values in sums.items()}) | _quantiles(before["log_ratio"])
+        out |= _statistics({name: float(values.sum()) for name, values in sums.items()}) | _quantiles(before["log_ratio"])
         for lag, name, chosen in _lags(sums["tokens"] + self._masked, before["lag"], before["log_ratio"]):
-            line = {"tokens": float(sums["tokens"][lag])} | _statistics({k: v[lag] for k, v in sums.items()}) | _quantiles(chosen)
+            of_lag = {key: float(values[lag]) for key, values in sums.items()}
+            line = {"tokens": of_lag["tokens"]} | _statistics(of_lag) | _quantiles(chosen)
             line.pop("ratio_mean", None)
             out |= {f"lag/{name}/{key}": value for key, value in line.items()}
         return out
