@@ -1,7 +1,7 @@
 """Corrections for tokens that other weights, or another implementation, sampled. Pure functions over flat packed tokens [N].
 
 Each gives a weight >= 0 per token that multiplies its loss; 0 rejects the token. ρ = π_start / μ: the weights at the start of the step
-against the sampler. No gradient flows through a weight. Bounds have no defaults here: `config/losses.py` fills them in.
+against the sampler. No gradient flows through a weight. Bounds have no defaults here; the usual ones are in `config/loss_tables.py`.
 A correction that rejects much of a batch hides a fault in the weight sync, so the rejected fractions are always reported.
 """
 

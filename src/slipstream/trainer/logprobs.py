@@ -30,9 +30,7 @@ class HeadRows(NamedTuple):
     temperature: torch.Tensor | None  # float32[R], the sampler's: logits are divided by it; None: 1 everywhere
     row: torch.Tensor  # int64[N], sorted: the row that predicts token n
     target_ids: torch.Tensor  # int64[N]
-    kept: tuple[bytes, ...] | None = (
-        None  # [R], the vocabulary that truncated sampling left (`sampling_mask.py`), b"": all; None: no row was cut
-    )
+    kept: tuple[bytes, ...] | None = None  # [R], what truncated sampling left (`sampling_mask.py`), b"": all; None: no row was cut
 
     def chunks(self, size: int) -> list[HeadRows]:
         """Consecutive parts of at most `size` rows; `row` counts from each part's first."""

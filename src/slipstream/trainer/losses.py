@@ -5,7 +5,7 @@ advantage. r = π / π_old, ρ = π_start / μ with π_start the weights at the 
 
 A loss gives every token a value; the step's loss is their sum under the weights of aggregation and corrections. All weights are known
 before the first micro-batch runs, so a batch may be split between rollouts anywhere: the parts add up to the whole, in loss and gradient.
-Which loss takes which parameter, with its default, stands in `config/losses.py`; docs/losses.md compares them.
+Which loss takes which parameter, with its default, stands in `config/loss_tables.py`; docs/losses.md compares them.
 """
 
 from __future__ import annotations

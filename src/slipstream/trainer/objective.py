@@ -12,7 +12,8 @@ With teacher_kl = "sampled" the teacher enters through the advantage of each tok
 policy loss's own clip and ratio hold for it as well. Corrections act on the policy loss alone: the other terms are about the model as it
 is, not about how likely the sampler was to produce the token.
 
-A correction is a property of the sampler's mismatch, so it uses the logprobs from before the first update of the step.
+A correction is a property of the sampler's mismatch, so it uses the logprobs from before the first update of the step (opsm, which is
+about the model as it is now, does not).
 """
 
 from __future__ import annotations
