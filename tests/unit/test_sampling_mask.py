@@ -142,6 +142,35 @@ def test_gradients_stay_within_the_kept_vocabulary() -> None:
     assert outputs.logprob.abs().max() < 1e-6
 
 
+def test_entropy_and_the_divergence_from_a_teacher_are_over_the_kept_vocabulary() -> None:
+    model, learning, teacher = tiny_model("llama"), tiny_model("llama"), tiny_model("llama", seed=3)
+    attach(model)
+    batch = sampled(model, CUTS[0])
+    attach(learning)
+    attach(teacher)
+    trainer = Trainer(Config.model_validate({"loss": {"teacher": "t", "teacher_kl": "full"}}), learning, teacher)
+    rollout = batch.groups[0].rollouts[0]
+    one = msgspec.structs.replace(batch, groups=(msgspec.structs.replace(batch.groups[0], rollouts=(rollout,)),))
+    (micro_batch,) = pack(token_table(one, np.zeros(1)), 10_000)
+    outputs = trainer.forward(micro_batch)
+    at = np.flatnonzero(rollout.loss_mask)
+    log_p, log_q = (_logits(m, micro_batch)[at - 1].log_softmax(-1) for m in (learning, teacher))
+    for row, part in enumerate(split_kept(rollout.arrays, at) or ()):
+        ids = torch.from_numpy(decode_kept(part))
+        p, q = log_p[row, ids].log_softmax(-1), log_q[row, ids].log_softmax(-1)
+        assert outputs.entropy[row].item() == pytest.approx(-(p.exp() * p).sum().item(), abs=1e-5)
+        assert outputs.divergence[row].item() == pytest.approx((p.exp() * (p - q)).sum().item(), abs=1e-5)
+    assert outputs.divergence.max() > 0.01
+    outputs.divergence.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in learning.parameters())
+    assert learning.lm_head.weight.grad.abs().max() > 1e-3
+
+
+@torch.no_grad()
+def _logits(model, m) -> torch.Tensor:
+    return model(input_ids=m.input_ids, position_ids=m.position_ids, layout=m.layout, use_cache=False).logits[0].float()
+
+
 def test_siblings_of_one_predictor_keep_their_own_sets() -> None:
     """The last prompt token predicts the first token of all samples; where they were cut differently, each has its own row of logits."""
     model = tiny_model("llama")

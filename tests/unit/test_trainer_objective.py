@@ -328,6 +328,14 @@ def test_distillation_over_the_whole_vocabulary(max_tokens):
     assert metrics["teacher_kl"] > 0.1 and not any(p.requires_grad for p in teacher.parameters())
 
 
+def test_a_token_that_the_teacher_does_not_know_is_refused():
+    teacher = tiny_model("qwen3", seed=5)
+    teacher.resize_token_embeddings(20)
+    trainer = Trainer(config(loss={"teacher": "t", "teacher_kl": "full"}), tiny_model(), teacher)
+    with pytest.raises(DataError, match=r"batch 0: group 0 sample \d has token id \d+, but loss.teacher has only 20 embeddings"):
+        trainer.train_step(make_batch())
+
+
 def test_a_teacher_is_held_only_where_the_settings_say_so():
     for loss, teacher in (({}, tiny_model()), ({"teacher": "t"}, tiny_model()), ({"teacher": "t", "teacher_kl": "full"}, None)):
         with pytest.raises(ValueError, match="holds a teacher"):

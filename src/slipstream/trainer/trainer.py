@@ -20,6 +20,7 @@ from slipstream.config.settings import Config
 from slipstream.errors import DataError, RunFailed
 from slipstream.models.head import base_model
 from slipstream.models.routing import Replay, kept_routers, replay
+from slipstream.models.support import num_embeddings
 from slipstream.tensors import dtype_name
 from slipstream.trainer import advantages
 from slipstream.trainer.aggregation import token_weights
@@ -138,6 +139,8 @@ class Trainer:
             arrays=self.objective.arrays,
             routing_width=0 if self.routers is None else self.routers.width,
         )
+        if self.teacher is not None:
+            _check_known(batch, sequences, num_embeddings(self.teacher))
         return [[s for s in sequences if s.group in members] for members in (set(part.tolist()) for part in parts)]
 
     def _needs_first_pass(self, num_parts: int) -> bool:
@@ -242,6 +245,16 @@ class _Work:
     start_logprob: torch.Tensor | None = None  # float32[N]; None: those of its own first forward pass
     batch_weight: torch.Tensor | None = None  # float32[N], of corrections that judge the whole batch; None: there are none
     told: bool = False  # the diagnostics have its first forward pass
+
+
+def _check_known(batch: Batch, sequences: list[Sequence], known: int) -> None:
+    """DataError for a token that the teacher has no embedding for: an embedding may have more rows than the vocabulary has tokens."""
+    for sequence in sequences:
+        if (largest := int(sequence.token_ids.max())) >= known:
+            raise DataError(
+                f"batch {batch.step}: group {batch.groups[sequence.group].group_id} sample {sequence.sample} has token id {largest}, but "
+                f'loss.teacher has only {known} embeddings; with teacher_kl = "sampled" such a rollout is left out'
+            )
 
 
 def _hidden(model: nn.Module, m: MicroBatch) -> torch.Tensor:
