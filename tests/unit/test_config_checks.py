@@ -235,3 +235,15 @@ def test_advice_names_what_is_probably_not_meant() -> None:
     text = "\n".join(advice(config))
     for word in ("data.eval", "evaluation.samples = 4", "warmup_steps = 5", "engine.slots = 2"):
         assert word in text
+
+
+def test_advice_names_gates_that_have_nothing_to_do_and_the_bias_of_starting_anew() -> None:
+    def said(**tables) -> str:
+        return "\n".join(advice(make(data={"eval": 4}, **tables)))
+
+    assert 'on_stale = "drop" has nothing to do' in said(buffer={"window": 1, "on_stale": "drop"})
+    assert said(buffer={"window": 2, "on_stale": "drop"}) == ""
+    lower = [{"metric": "kl_k3", "above": 1.0, "action": "lower_max_staleness"}]
+    assert said(buffer={"window": 1, "on_stale": "drop"}, threshold=lower) == "", "a lowered limit leaves stale data"
+    assert 'interrupt = "drain" has nothing to do' in said(buffer={"max_staleness": 0}, rollout={"interrupt": "drain"})
+    assert "what is trained is shorter" in said(rollout={"interrupt": "abort_retry"})

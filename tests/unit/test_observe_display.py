@@ -2,6 +2,7 @@
 
 import doctest
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -217,6 +218,24 @@ def test_account_explains_every_group():
         and "rollouts with several versions: 9 of 80 trained" in text
     )
     assert "wasted: zero variance" in text and "█" in text
+
+
+def test_account_sets_what_was_dropped_for_its_age_beside_what_was_trained():
+    state = finished_run()
+    state.totals.stale, state.totals.trained = ev.Tally(4, 40, 2, 0.5), ev.Tally(80, 480, 80, 40.0)
+    state.totals.wasted_tokens["stale"] = 0  # of a batch that a resume took out again
+    console = Console(file=io.StringIO(), width=120)
+    print_account(account(state), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "dropped  trained\n" in text and "wasted: stale" not in text
+    assert re.search(r"mean length in tokens +10\.00 +6\.00\nmean reward +0\.25 +0\.50", text)
+
+
+def test_the_limit_that_is_shown_follows_a_lowered_one():
+    config = Config.model_validate({"buffer": {"max_staleness": 3, "window": 9}, "trainer": {"groups_per_step": 2}})
+    state = words.DisplayState.of(config, "runs/x")
+    state.on_step(LINE | {"max_staleness": 2, "staleness_bound": 6})
+    assert "(limit 2, bound 6)" in step_text(state)
 
 
 def test_account_tells_a_lost_group():

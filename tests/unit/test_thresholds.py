@@ -137,6 +137,21 @@ def test_a_name_that_never_comes_up_is_told_with_those_that_are_near(folder):
     run(main())
 
 
+def test_such_a_name_is_told_at_the_end_of_a_short_run_too(folder):
+    async def main():
+        observer = Notes()
+        settings = config(threshold=[{"metric": "kl_k4", "above": 9.0}], trainer={"steps": 2}, evaluation={"every": 100})
+        controller = start(folder, settings, observer)
+        await begin(controller)
+        for step in range(2):
+            assert not any("judges nothing" in text for text in observer.notes)
+            await make_step(controller, step)
+        assert [text for text in observer.notes if "no step line so far (there were 2) has such a metric" in text]
+        controller.close()
+
+    run(main())
+
+
 KL = [0.1, 0.9, 0.9, 0.9, 0.1, 0.1]
 
 

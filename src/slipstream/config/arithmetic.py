@@ -12,6 +12,7 @@ from typing import Any
 from slipstream.config.settings import BufferSettings, Config
 
 DEFAULT_MAX_CONTEXT = 4096  # tokens; the model's own limit if that is smaller
+_TREATED = {"mask_tokens": "masked", "drop": "dropped", "cancel_early": "dropped, also while they run"}
 
 
 def pull_window(config: Config) -> int | None:
@@ -134,7 +135,7 @@ class Arithmetic:
         text = "no worst case of staleness (unbounded window)" if bound is None else f"worst staleness {bound}{updates}"
         if limit is not None and (bound is None or limit < bound):
             what = "tokens" if self.stale_level == "token" else f"{self.stale_level}s with trained tokens"
-            text += f", {what} older than {limit} are {'masked' if self.on_stale == 'mask_tokens' else 'dropped'}"
+            text += f", {what} older than {limit} are {_TREATED[self.on_stale]}"
         elif self.on_stale == "down_weight":
             text += ", older data is weighed less"
         return text

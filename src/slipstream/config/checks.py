@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slipstream.config.arithmetic import max_context_tokens
 from slipstream.config.frozen_models import only_teacher
-from slipstream.config.gate_problems import gate_problems
+from slipstream.config.gate_problems import gate_advice, gate_problems
 from slipstream.config.loss_problems import loss_advice, loss_problems
 from slipstream.config.loss_tables import is_own
 from slipstream.config.paths import is_inline_template, resolve_path
@@ -240,6 +240,7 @@ def advice(config: Config) -> list[str]:
         out.append(f"trainer.warmup_steps = {config.trainer.warmup_steps} is not over within {steps} steps: the peak rate is never reached")
     samples = config.rollout.num_samples
     out += loss_advice(config)
+    out += gate_advice(config)
     if config.engine.slots < samples:
         out.append(
             f"engine.slots = {config.engine.slots} is less than one group of {samples}: its rollouts take turns, and the prompt is "

@@ -24,6 +24,21 @@ def gate_problems(config: Config) -> Iterator[Problem]:
     yield from _lag(config)
 
 
+def gate_advice(config: Config) -> Iterator[str]:
+    """What is allowed and probably not meant, one sentence each."""
+    stale, on_stale, interrupt = config.buffer.max_staleness, config.buffer.on_stale, config.rollout.interrupt
+    lowers = any(limit.action == "lower_max_staleness" for limit in config.threshold)
+    if on_stale != BufferSettings().on_stale and staleness_bound(config) == stale and not lowers:
+        yield (f'buffer.on_stale = "{on_stale}" has nothing to do: with buffer.window = 1 no token gets older than max_staleness = {stale}')
+    if interrupt != "in_flight" and stale == 0:
+        yield f'rollout.interrupt = "{interrupt}" has nothing to do: with buffer.max_staleness = 0 nothing runs when new weights come'
+    elif interrupt == "abort_retry":
+        yield (
+            'rollout.interrupt = "abort_retry": a rollout that takes longer than the time between two updates never ends, so what is '
+            "trained is shorter than what the model would write; wasted_tokens/interrupted and dropped_groups/interrupted show how much"
+        )
+
+
 def _window(config: Config) -> Iterator[Problem]:
     window, stale, slots = config.buffer.window, config.buffer.max_staleness, max_groups_in_flight(config)
     if config.buffer.max_groups is not None:

@@ -1,9 +1,10 @@
 """The controller as the other roles see it: `ControllerCore` plus waiting and durability.
 
     loop of a role      waits in                  unblocked by
-    rollout worker      admit                     finish_group (a retry), confirm_weights (slots, evaluations), finish_step, stop
+    rollout worker      admit                     finish_group (a retry), get_batch, progress (stale groups give up slots, cancellations),
+                                                  publish (permits), confirm_weights (slots, evaluations), finish_step, stop
     trainer             get_batch                 finish_group, stop
-    engine              next_weights              publish
+    engine              next_weights              publish; under a barrier also finish_group, get_batch: the round is over
     launcher            wait_finished             finish_step, finish_evaluation, stop, fail
 
 There is one event loop, and all state changes happen in it. A change wakes everyone who waits; each looks again and goes back to sleep if

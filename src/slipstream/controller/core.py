@@ -1,12 +1,15 @@
 """The controller without waiting: every call answers at once, or says None for "not yet". `controller.Controller` adds the waiting.
 
     call               consumes                    produces                              None until
-    admit              slots, permits, due evals   assignments, an evaluation order      a slot frees, a permit is met, an eval is due
+    admit              slots, permits, due evals   assignments, an evaluation order,     a slot frees, a permit is met, an eval is due,
+                                                   cancellations                         a running group is dropped
+    interrupted        a rollout's tokens          whether it starts anew
     finish_group       a scored group              FINISHED, a retry, FILTERED, DROPPED
-    try_batch          P pullable groups           batch s, recorded                     the window holds P finished groups
+    try_batch          P pullable groups           batch s, recorded; DROPPED (stale)    the window holds P finished groups
     publish            a complete weight slot      version v
     finish_step        a step report               T + 1, a metric line
-    try_weights        the newest version          a lease                               something newer is published
+    try_weights        the newest version          a lease                               something newer is published; under a barrier
+                                                                                         also: the round is over
     confirm_weights    a lease                     free slots, due evaluations
 
 Each change is an event: applied to the state, appended to the ledger. `commit` makes everything so far durable and then tells the observer;
@@ -57,7 +60,7 @@ class ControllerCore:
         self.delivery = Delivery(self.journal, config, clock, self.times)
         self.intake = Intake(self.journal, config, rows, data_fingerprint, clock, self.times, self.delivery.keep)
         self.evaluations = EvaluationDesk(self.journal, config, eval_rows)
-        self.thresholds = Thresholds(self.journal, config.threshold, self.lower_max_staleness)
+        self.thresholds = Thresholds(self.journal, config.threshold, config.trainer.steps, self.lower_max_staleness)
         self._start_checksum = start_checksum  # of the checkpoint that the trainer must start from
         self._points: dict[int, ev.Point] = {}  # ledger_seq -> where the draws stood when a checkpoint asked
 

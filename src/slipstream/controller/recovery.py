@@ -227,4 +227,5 @@ def _going_on(state: RunState, start: Start) -> str:
     if start.kind == "deterministic_resume":
         return f"goes on from {origin}; everything after it is generated again"
     again = state.next_batch - start.step
-    return f"goes on from {origin}" + (f"; {again} recorded batches are trained again first" if again else "")
+    batches = "1 recorded batch is" if again == 1 else f"{again} recorded batches are"
+    return f"goes on from {origin}" + (f"; {batches} trained again first" if again else "")

@@ -25,7 +25,7 @@ from slipstream.controller.journal import Journal
 from slipstream.errors import RunFailed
 
 LOWER = "lower_max_staleness"
-STEPS_TO_APPEAR = 10  # step lines after which a metric that no line had is named to the person
+STEPS_TO_APPEAR = 10  # step lines, at most, after which a metric that no line had is named to the person
 
 HINTS = {  # by the beginning of the metric's name
     "logprob_gap": "trainer and sampler held the same weights for these tokens, so beyond rounding they compute differently: compare "
@@ -116,12 +116,14 @@ def _crossed(limit: ThresholdSettings, line: Mapping[str, Any]) -> Crossed:
 
 
 class Thresholds:
-    """The limits of a run, over its journal. `lower(reason)` lowers `max_staleness` by one; False where it is at its lowest."""
+    """The limits of a run of so many `steps`, over its journal. `lower(reason)` lowers `max_staleness` by one; False where it is at its
+    lowest."""
 
-    def __init__(self, journal: Journal, limits: Sequence[ThresholdSettings], lower: Callable[[str], bool]):
-        self._journal, self._limits, self._lower = journal, limits, lower
+    def __init__(self, journal: Journal, limits: Sequence[ThresholdSettings], steps: int, lower: Callable[[str], bool]):
+        self._journal, self._limits, self._steps, self._lower = journal, limits, steps, lower
         self._seen: set[str] = set()  # metrics that the lines of this start had
-        self._lines = 0
+        self._lines = 0  # judged since the start; names are told of once
+        self._told = False
         self._at_lowest = False  # the person knows
 
     def look(self, line: Mapping[str, Any]) -> None:
@@ -152,11 +154,12 @@ class Thresholds:
         """Say once that a threshold is on a name that no line has had."""
         self._seen |= line.keys()
         self._lines += 1
-        if self._lines != STEPS_TO_APPEAR:
+        if self._told or (self._lines < STEPS_TO_APPEAR and self._journal.state.step < self._steps):
             return
+        self._told = True
         for metric in dict.fromkeys(limit.metric for limit in self._limits):
             if metric not in self._seen:
                 near = difflib.get_close_matches(metric, sorted(self._seen), n=3, cutoff=0.4)
                 hint = f"; did you mean {', '.join(near)}?" if near else ""
-                lines = f"none of the first {STEPS_TO_APPEAR} step lines has such a metric"
+                lines = f"no step line so far (there were {self._lines}) has such a metric"
                 self._journal.observer.note(f'the threshold on "{metric}" judges nothing: {lines}{hint}')

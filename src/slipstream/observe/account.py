@@ -81,7 +81,7 @@ def print_account(account: dict[str, Any], console: Console) -> None:
     _heading(console, "tokens")
     console.print(_tokens(account["tokens"]))
     if account.get("stale_dropped_rollouts"):
-        _heading(console, "dropped because too stale, beside trained")
+        _heading(console, "dropped because too stale, running ones with their tokens so far")
         console.print(_bias(account))
     if account["failures"]:
         _heading(console, "failed attempts by cause")
@@ -131,7 +131,8 @@ def _tokens(tokens: dict[str, Any]) -> Text:
 
 def _bias(account: dict[str, Any]) -> Text:
     """Dropping is biased: what is late is longer, and may be rewarded otherwise."""
-    lines = [["rollouts", number(account["stale_dropped_rollouts"], 0), number(account["trained_samples"], 0)]]
+    lines: list[list[Text | str]] = [["", Text("dropped", style="dim"), Text("trained", style="dim")]]
+    lines.append(["rollouts", number(account["stale_dropped_rollouts"], 0), number(account["trained_samples"], 0)])
     for name, key in (("mean length in tokens", "tokens_mean"), ("mean reward", "reward_mean")):
         lines.append([name, number(account[f"stale_dropped_{key}"], 2), number(account[f"stale_trained_{key}"], 2)])
     return grid(lines, right=(1, 2))

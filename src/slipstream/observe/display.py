@@ -106,7 +106,7 @@ def step_text(state: DisplayState) -> str:
         f"step {state.done}/{state.steps}",
         f"reward {number(m.get('reward_mean'))}",
         f"staleness {number(m.get('staleness_mean'), 2)} p99 {_whole(m.get('staleness_p99'))} max {_whole(m.get('staleness_max'))}"
-        f" {bound_text(state.staleness_limit, m.get('staleness_bound'))}",
+        f" {bound_text(state.limit, m.get('staleness_bound'))}",
         f"idle trainer {percent(m.get('trainer_idle_fraction'))} rollout {percent(m.get('rollout_idle_fraction'))}",
         f"tokens/s {number(m.get('generated_tokens_per_s'), 0)} generated {number(m.get('trained_tokens_per_s'), 0)} trained",
         f"buffer {_whole(m.get('buffer_groups'))}, in flight {_whole(m.get('slots_taken'))}/{_whole(m.get('slots', state.slots))}",
@@ -143,7 +143,7 @@ def panel(state: DisplayState, width: int) -> Panel:
     rows.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     rows.add_row("step", _progress(state, width))
     rows.add_row("reward", _reward(state, max(8, width - 60)))
-    rows.add_row("staleness", _staleness(m, state.staleness_limit))
+    rows.add_row("staleness", _staleness(m, state.limit))
     rows.add_row("idle", _pairs(("trainer", percent(m.get("trainer_idle_fraction"))), ("rollout", percent(m.get("rollout_idle_fraction")))))
     rows.add_row(
         "tokens/s",

@@ -83,7 +83,7 @@ class DisplayState:
     folder: str
     steps: int
     slots: int  # groups that may be in flight: (S + 1) x P
-    staleness_limit: int | None  # of a trained token; None: there is none
+    staleness_limit: int | None  # of a trained token at the start; None: none beside the bound
     now: Callable[[], float] = time.monotonic
     started: float = 0.0
     line: dict[str, Any] = field(default_factory=dict)  # newest step line
@@ -97,7 +97,8 @@ class DisplayState:
     @classmethod
     def of(cls, config: Config, folder: str, now: Callable[[], float] = time.monotonic) -> DisplayState:
         folder = shown(Path(folder))
-        slots, limit = max_groups_in_flight(config), staleness_limit(config)
+        slots = max_groups_in_flight(config)
+        limit = None if config.buffer.on_stale in ("keep", "down_weight") else staleness_limit(config)
         return cls(config.run.name, folder, config.trainer.steps, slots, limit, now, now())
 
     def on_step(self, line: dict[str, Any]) -> None:
@@ -110,6 +111,12 @@ class DisplayState:
     def on_evaluation(self, line: dict[str, Any]) -> None:
         self.first_evaluation = self.first_evaluation or line
         self.last_evaluation = line
+
+    @property
+    def limit(self) -> int | None:
+        """The oldest token that is trained now: thresholds may have lowered it."""
+        start = self.staleness_limit
+        return None if start is None else min(start, self.line.get("max_staleness", start))
 
     @property
     def done(self) -> int:
