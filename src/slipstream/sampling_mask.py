@@ -61,6 +61,6 @@ def split_kept(arrays: dict[str, np.ndarray], positions: np.ndarray) -> list[byt
         return None
     sizes, joined = arrays[SAMPLING_MASK_SIZES], arrays[SAMPLING_MASK].tobytes()
     ends = np.cumsum(sizes, dtype=np.int64)
-    if (sizes < 0).any() or (len(ends) and ends[-1] != len(joined)):
-        raise ValueError(f"a sampling mask of {len(joined)} bytes for tokens that take {int(sizes.sum())}")
+    if (sizes < 0).any() or int(sizes.sum()) != len(joined) or len(sizes) <= positions.max(initial=-1):
+        raise ValueError(f"a sampling mask of {len(joined)} bytes for {len(sizes)} tokens that take {int(sizes.sum())}")
     return [joined[ends[at] - sizes[at] : ends[at]] for at in positions]

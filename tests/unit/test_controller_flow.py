@@ -142,7 +142,7 @@ def test_a_step_without_anything_to_learn_from_is_said_ever_more_rarely(folder):
         observer = Notes()
         controller = start(folder, config(), observer)
         await Roles(controller, lambda task: {"rewards": (1.0, 1.0)}).run()
-        said = [text for text in observer.notes if "nothing to learn from" in text]
+        said = [text for text in observer.notes if "so they teach nothing" in text]
         assert [text.split(":")[0] for text in said] == ["step 0", "step 1", "step 3"]
         controller.close()
 

@@ -62,6 +62,8 @@ def test_the_sets_of_a_rollout_come_back_by_position() -> None:
     assert join_kept([b"", b""]) == {} and split_kept({}, np.array([0])) is None
     with pytest.raises(ValueError, match="sampling mask"):
         split_kept(arrays | {SAMPLING_MASK: arrays[SAMPLING_MASK][:-1]}, np.array([2]))
+    with pytest.raises(ValueError, match="for 5 tokens"):
+        split_kept(arrays, np.array([5]))
 
 
 def sampled(model, sampling: Sampling) -> Batch:

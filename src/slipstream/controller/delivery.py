@@ -112,7 +112,7 @@ class Delivery:
         return group
 
     def _warn_if_flat(self, step: int, groups: list[Group]) -> None:
-        """Say that a whole step has nothing to learn from: the first time in a row, then ever more rarely."""
+        """Say that the rewards of a whole step teach nothing: the first time in a row, then ever more rarely."""
         if self._config.loss.teacher is not None:
             return  # it teaches at any reward
         if not all(buffer.has_zero_variance(g.rewards) for g in groups):
@@ -124,7 +124,7 @@ class Delivery:
             again = f" ({self._flat_steps} steps in a row)" if self._flat_steps > 1 else ""
             shown = ", ".join(f"{r:g}" for r in rewards[:4]) + (", ..." if len(rewards) > 4 else "")
             self._journal.observer.note(
-                f"step {step}: in every group all rewards are equal ({shown}), so there is nothing to learn from{again}; "
+                f"step {step}: in every group all rewards are equal ({shown}), so they teach nothing{again}; "
                 "is the task too hard or too easy, or the reward constant?"
             )
 
