@@ -285,9 +285,9 @@ def test_resolving_says_all_that_is_wrong():
 
 
 def test_the_kl_estimator_follows_its_place():
-    assert LossSettings(kl_in="loss").divergence == "k3" and LossSettings(kl_in="reward").divergence == "k1"
-    assert LossSettings(kl_in="loss", kl_estimator="k1").divergence == "k1"
-    assert LossSettings(kl_in="reward", kl_estimator="k3").divergence == "k3"
+    assert LossSettings(kl_in="loss").reference_estimator == "k3" and LossSettings(kl_in="reward").reference_estimator == "k1"
+    assert LossSettings(kl_in="loss", kl_estimator="k1").reference_estimator == "k1"
+    assert LossSettings(kl_in="reward", kl_estimator="k3").reference_estimator == "k3"
 
 
 def notes(max_staleness: int = 1, **loss: Any) -> str:

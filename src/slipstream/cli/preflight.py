@@ -153,7 +153,7 @@ def _check_frozen_models(config: Config, found: Findings) -> None:
 
 def _learned_from(frozen: FrozenModel, loss: LossSettings) -> str:
     if frozen.key == "loss.reference":
-        return f"{loss.kl_coefficient:g} x {loss.divergence} in the {loss.kl_in}"
+        return f"{loss.kl_coefficient:g} x {loss.reference_estimator} in the {loss.kl_in}"
     return f"{loss.teacher_coefficient:g} x {loss.teacher_kl} KL"
 
 

@@ -92,10 +92,10 @@ def loss_advice(config: Config) -> Iterator[str]:
     """What is allowed in `[loss]` and probably not meant, one sentence each."""
     loss = config.loss
     policy = loss.policy or PRESETS[loss.preset].policy
-    if loss.kl_coefficient and loss.kl_in == "loss" and loss.divergence == "k1":
+    if loss.kl_coefficient and loss.kl_in == "loss" and loss.reference_estimator == "k1":
         yield 'loss.kl_estimator = "k1" in the loss has a gradient that is 0 on average; k2 and k3 pull towards the reference'
-    if loss.kl_coefficient and loss.kl_in == "reward" and loss.divergence != "k1":
-        given = f'loss.kl_estimator = "{loss.divergence}" in the reward'
+    if loss.kl_coefficient and loss.kl_in == "reward" and loss.reference_estimator != "k1":
+        given = f'loss.kl_estimator = "{loss.reference_estimator}" in the reward'
         yield f"{given} does not pull a token towards its reference, near which its gradient is 0; k1 does"
     weighed = corrections_of(loss) or (policy in POLICY_LOSSES and POLICY_LOSSES[policy].weighs_by_sampler)
     if loss.old_logprobs == "recomputed" and not is_own(policy) and not weighed and config.buffer.max_staleness:

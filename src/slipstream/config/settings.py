@@ -253,7 +253,7 @@ class LossSettings(Settings):
     )
 
     @property
-    def divergence(self) -> Literal["k1", "k2", "k3"]:
+    def reference_estimator(self) -> Literal["k1", "k2", "k3"]:
         """The estimator of the KL divergence to the reference: by default one whose gradient points down it."""
         return self.kl_estimator or ("k3" if self.kl_in == "loss" else "k1")
 

@@ -68,7 +68,7 @@ class Objective:
             weight = weight * corrections.correction_weight(tokens, correction)
         loss = (policy * weight).sum()
         if self._settings.kl_coefficient and self._settings.kl_in == "loss":
-            estimate = kl.ESTIMATORS[self._settings.divergence](outputs.logprob, m.arrays[REFERENCE_LOGPROBS])
+            estimate = kl.ESTIMATORS[self._settings.reference_estimator](outputs.logprob, m.arrays[REFERENCE_LOGPROBS])
             loss = loss + self._settings.kl_coefficient * (estimate * m.weight).sum()
         if self.entropy_gradient:
             loss = loss - self._settings.entropy_coefficient * (outputs.entropy * m.weight).sum()

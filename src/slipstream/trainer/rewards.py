@@ -23,7 +23,7 @@ def shaped_rewards(batch: Batch, config: Config) -> list[float | None]:
         lengths = [_longest_turn(rollout) for rollout in rollouts]
         added += advantages.overlong_penalty(lengths, config.rollout.max_new_tokens, config.loss.overlong_tokens)
     if config.loss.kl_coefficient > 0 and config.loss.kl_in == "reward":
-        estimator = kl.ESTIMATORS[config.loss.divergence]
+        estimator = kl.ESTIMATORS[config.loss.reference_estimator]
         added -= config.loss.kl_coefficient * np.array([_divergence(rollout, estimator) for rollout in rollouts])
     return [None if r.reward is None else r.reward + float(extra) for r, extra in zip(rollouts, added, strict=True)]
 
