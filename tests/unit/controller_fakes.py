@@ -12,7 +12,9 @@ import numpy as np
 
 from slipstream.checkpoint_files import describe_files, write_bytes, write_manifest
 from slipstream.config import Config
+from slipstream.controller.accounts import Account, check_accounts
 from slipstream.controller.controller import Controller, open_controller
+from slipstream.controller.ledger import LedgerReader
 from slipstream.controller.run_folder import RunFolder
 from slipstream.protocols import CheckpointManifest, Manifest
 from slipstream.types import (
@@ -167,10 +169,16 @@ async def make_step(controller: Controller, step: int, **report: Any) -> Batch |
     """Admit what the gate lets through, finish it, train batch `step`, sync. Version 0 must be there."""
     for task in (await controller.admit(2)).assignments:
         await controller.finish_group(group_of(task, step, controller.incarnation))
+    batch = await train(controller, step, **report)
+    await serve_engine(controller)
+    return batch
+
+
+async def train(controller: Controller, step: int, **report: Any) -> Batch | None:
+    """Batch `step`, its version published and its step reported. No engine takes it yet."""
     batch = await controller.get_batch(step)
     await publish(controller, step + 1)
     await controller.finish_step(StepReport(step=step, version=step + 1, checksum=checksum(controller.incarnation, step + 1), **report))
-    await serve_engine(controller)
     return batch
 
 
@@ -287,3 +295,9 @@ def start(folder: RunFolder, settings: Config, observer: Notes | None = None, **
         observer=observer or Notes(),
         **more,
     )
+
+
+def account_of(folder: RunFolder) -> Account:
+    """Where every group of the run went, checked."""
+    with LedgerReader.open(folder.ledger) as reader:
+        return check_accounts(reader)

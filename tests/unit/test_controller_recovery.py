@@ -12,6 +12,7 @@ from controller_fakes import (
     Notes,
     Roles,
     abandon,
+    account_of,
     chunk_of,
     config,
     group_of,
@@ -23,7 +24,6 @@ from controller_fakes import (
     write_checkpoint,
 )
 
-from slipstream.controller.accounts import check_accounts
 from slipstream.controller.admission import worst_staleness
 from slipstream.controller.controller import open_controller
 from slipstream.controller.ledger import LedgerReader
@@ -54,11 +54,6 @@ async def live(folder, settings, when=None, observer=None, outcome=lambda task: 
     else:
         controller.close()
     return controller, roles
-
-
-def account_of(folder):
-    with LedgerReader.open(folder.ledger) as reader:
-        return check_accounts(reader)
 
 
 def flaky(task):

@@ -203,6 +203,15 @@ def test_tokens_of_a_skipped_update_are_waste_until_it_is_made_again():
     assert not +state.totals.wasted_tokens, "its batch is trained again"
 
 
+def test_a_rewind_wastes_what_running_groups_have_sampled_too():
+    state = finished_batch(apply(RunState(), START), 0)
+    state = apply(state, ev.Admitted(group_id=2, row=0, epoch=0, position=2, min_version=0, bound=1))
+    state = fold([ev.PrefixesRecorded(chunks=((2, 0, 0, 0, 5, 0), (2, 1, 0, 0, 4, 0)))], state)
+    state = apply(state, restart(state, "rewind", 0))
+    assert state.totals.dropped == {"rewound": 3} and state.totals.wasted_tokens == {"rewound": 1 + 1 + 5 + 4}
+    assert state.totals.generated_tokens == 11
+
+
 def test_a_lowered_limit_closes_the_gate_and_leaves_admitted_groups_their_bound():
     state = fold([ev.Admitted(group_id=g, row=0, epoch=0, position=g, min_version=0, bound=2) for g in range(4)], apply(RunState(), START))
     assert state.slots_taken == 4 and state.permit(3) == 0 + 3 // 2 - 1

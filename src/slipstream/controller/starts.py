@@ -67,6 +67,8 @@ def _rewind(state: RunState, event: ev.RunStarted) -> None:
     for group in gone:
         state.totals.dropped[REWOUND] += 1
         state.totals.wasted_tokens[REWOUND] += group.num_tokens
+    for group in state.live.values():
+        state.totals.count_waste(REWOUND, sum(group.prefix_tokens.values()))  # running: not counted so far
     if event.from_step == 0:
         state.totals.uncount_covered()
     for step in [s for s in state.batches if s >= event.from_step]:
