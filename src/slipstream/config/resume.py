@@ -170,7 +170,8 @@ def check_resume(old: Config, new: Config, folder: str) -> None:
         raise ResumeError(
             f"the run in {folder} cannot go on with these settings:\n"
             + "\n".join(f"  - {line}" for line in refusals)
-            + "\nSet them back or start a new run; steps, learning rate, schedule, thresholds, evaluation, checkpoint, metrics and timeouts may change."
+            + "\nSet them back or start a new run; steps, learning rate, schedule, "
+            "thresholds, evaluation, checkpoint, metrics and timeouts may change."
         )
 
 
