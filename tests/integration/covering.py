@@ -77,17 +77,19 @@ def _fill(
     rng: random.Random,
 ) -> Row:
     """The row with every factor: always the value that meets most of what it has not met yet, of those that load."""
-    row: Row = {}
-    open_values = {(name, value): 0 for name in factors for value in factors[name] if name not in start}  # -> new pairs with the row
-    while open_values or start:
-        name = next(iter(start), None)
-        if name is not None:
-            chosen = name, start.pop(name)
-        else:
-            chosen = max(open_values, key=lambda value: (open_values[value], wanted[value], rng.random()))
-            if blame({**row, chosen[0]: chosen[1]}):
-                del open_values[chosen]
-                continue
-        row[chosen[0]] = chosen[1]
-        open_values = {value: gain + (frozenset({value, chosen}) in left) for value, gain in open_values.items() if value[0] != chosen[0]}
+    row = dict(start)
+    open_values = {  # (factor, value) -> what it would newly meet
+        (name, value): sum(frozenset({(name, value), other}) in left for other in row.items())
+        for name in factors
+        if name not in row
+        for value in factors[name]
+    }
+    while open_values:
+        name, value = best = max(open_values, key=lambda each: (open_values[each], wanted[each], rng.random()))
+        if blame({**row, name: value}):
+            del open_values[best]
+            continue
+        row[name] = value
+        open_values = {each: gain + (frozenset({each, best}) in left) for each, gain in open_values.items() if each[0] != name}
+    assert row.keys() == factors.keys(), "the default of a factor is refused in a row that does without the factor"
     return row

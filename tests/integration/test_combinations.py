@@ -1,7 +1,6 @@
 """One setting each: any two values of two settings either train together, to the end and in good order, or are refused with the reason.
 
-Rows are pairwise (`covering.py`); each is a whole run of the tiniest kind. Where the losses meet corrections no run is needed:
-`test_trainer_objective.py`, `test_loss_settings.py`.
+Rows are pairwise (`covering.py`); each is a whole run of the tiniest kind.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from slipstream.errors import ConfigError
 
 STEPS, P, G = 4, 2, 3
 PARTS = 4  # of the rows, a test each
-LOWERS = {"metric": "reward_std", "above": 0.0, "action": "lower_max_staleness"}
+LOWERS: Tables = {"threshold": [{"metric": "reward_std", "above": 0.0, "action": "lower_max_staleness"}]}
 TWO = [{"type": "version_gate", "high": 2}, {"type": "geometric", "low": 0.9, "high": 1.1}]
 
 
@@ -53,7 +52,6 @@ FACTORS: dict[str, dict[str, Tables]] = {
         "buffer.on_stale": ("mask_tokens", "down_weight", "drop", "cancel_early", "keep"),
         "buffer.stale_level": (None, "token", "rollout", "group"),
         "buffer.filter_zero_variance": (False, True),
-        "threshold": (None, [LOWERS]),
         "weight_sync.every": (1, 2),
         "weight_sync.lag": (None, 1),
         "run.deterministic": (False, True),
@@ -73,13 +71,11 @@ FACTORS: dict[str, dict[str, Tables]] = {
         "loss.entropy_coefficient": (0.0, 0.01),
         "loss.overlong_tokens": (None, 4),
     }.items()
-}
-FACTORS["threshold"] = {"null": {}, "lowers": {"threshold": [LOWERS]}}  # type: ignore[dict-item]
-FACTORS["reward"] = {"given": {}, "none": {}}
-# Pairs that need not meet in every way: tokens reach the loss the same way whatever interrupted or kept them.
-APART = [frozenset({"loss.preset", name}) for name in ("loss.correction", "rollout.interrupt", "rollout.interrupt_after")] + [
-    frozenset({"loss.preset", f"buffer.{name}"}) for name in ("window", "on_stale", "stale_level")
-]
+} | {"threshold": {"none": {}, "lowers": LOWERS}, "reward": {"given": {}, "none": {}}}
+# Pairs that need not meet in every way: tokens reach the loss the same way whatever interrupted, held back or kept them.
+HOW_TOKENS_CAME = ("rollout.interrupt", "rollout.interrupt_after", "buffer.window", "buffer.on_stale", "buffer.stale_level")
+APART = [frozenset({of_loss, name}) for of_loss in ("loss.preset", "loss.correction") for name in HOW_TOKENS_CAME]
+APART += [frozenset({"loss.preset", "loss.correction"})]  # see `test_trainer_objective.py`
 # Keys that an error may name -> the settings that are to blame.
 OWNERS = {name: (name,) for name in FACTORS} | {
     "buffer.max_groups": ("buffer.window",),
@@ -104,7 +100,7 @@ def settings(row: Row, folder: Path | str, **changes: Tables | str) -> Tables:
         made[table] = {**made.get(table, {}), **change} if isinstance(change, dict) else change
     buffer = made.get("buffer", {})
     if buffer.get("window") == "largest":
-        buffer["window"] = P * (buffer.get("max_staleness", 1) + 1)
+        buffer["window"] = P * (1 + buffer.get("max_staleness", 1))
     elif buffer.get("window") == "unbounded":
         buffer["max_groups"] = 3 * P
     return made
