@@ -13,16 +13,7 @@ from slipstream.engines.embedded.interrupts import InterruptPolicy
 from slipstream.protocols import Generation
 from slipstream.types import GenerateRequest, Purpose, Span, StopReason
 
-pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Bits are compared, so rows must not depend on their neighbours."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")]
 
 
 @dataclass

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from engine_harness import Driver, make_engine, prompt, request, run, tiny_model
 
 from slipstream.models.probe import probe
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "mistral", "gpt2"])

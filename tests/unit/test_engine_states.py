@@ -6,20 +6,13 @@ import random
 
 import numpy as np
 import pytest
-import torch
 from engine_harness import VOCABULARY, Driver, change_weights, make_engine, plain, prompt, request, tiny_model
 
 from slipstream.engines.embedded.interrupts import InterruptPolicy
 from slipstream.engines.embedded.versions import VersionMarks
 from slipstream.types import GenerateRequest, Purpose, StopReason
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

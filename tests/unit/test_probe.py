@@ -13,13 +13,7 @@ from slipstream.models.attention import NAME
 from slipstream.models.probe import probe
 from slipstream.models.support import check_supported, context_limit
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)

@@ -232,20 +232,25 @@ def test_a_rollout_that_may_not_start_anew_fails_with_that_cause() -> None:
     assert ok.status.ok and [i[2] for i in controller.interruptions] == [0, 1, 2, 3]
 
 
-def test_after_a_resume_the_attempts_go_on_where_they_were() -> None:
-    prefix = PrefixChunk(
+def recorded(text: str, *, sample: int = 0, attempt: int = 0) -> PrefixChunk:
+    """What version 2 had sampled of a rollout before the run was resumed."""
+    return PrefixChunk(
         group_id=0,
-        sample=1,
-        attempt=5,
+        sample=sample,
+        attempt=attempt,
         prompt_length=START,
         start=0,
-        token_ids=np.array(ids_of("o"), dtype=np.int32),
-        logprobs=np.array([-2.0], dtype=np.float32),
-        spans=(Span(START, START + 1, 1, 2, "old"),),
+        token_ids=np.array(ids_of(text), dtype=np.int32),
+        logprobs=np.full(len(text), -2.0, dtype=np.float32),
+        spans=(Span(START, START + len(text), 1, 2, "old"),),
         prefill_version=(1, 2),
     )
+
+
+def test_after_a_resume_the_attempts_go_on_where_they_were() -> None:
+    prefixes = (recorded("o", sample=1, attempt=5),)
     engine = FakeEngine(goes_on("ok"), version=5)
-    controller = run(engine, config(interrupt="abort_retry"), [assignment(attempt=3, retries={1: 2}, prefixes=(prefix,))])
+    controller = run(engine, config(interrupt="abort_retry"), [assignment(attempt=3, retries={1: 2}, prefixes=prefixes)])
     (group,) = controller.groups
     assert group.attempt == 3 and [(r.attempt, r.interrupts, r.completion) for r in group.rollouts] == [(3, 0, "ok"), (5, 2, "ok")]
     assert {(r.sample, r.attempt, r.num_sampled, r.oldest_version) for r in engine.requests} == {(0, 3, 0, None), (1, 5, 1, 2)}
@@ -253,19 +258,9 @@ def test_after_a_resume_the_attempts_go_on_where_they_were() -> None:
 
 
 def test_a_recorded_prefix_is_not_taken_into_a_new_attempt() -> None:
-    prefix = PrefixChunk(
-        group_id=0,
-        sample=0,
-        attempt=0,
-        prompt_length=START,
-        start=0,
-        token_ids=np.array(ids_of("n"), dtype=np.int32),
-        logprobs=np.array([-2.0], dtype=np.float32),
-        spans=(Span(START, START + 1, 1, 2, "old"),),
-    )
     engine = FakeEngine(lambda request: [*ids_of("no" if request.attempt == 0 else "ok"), END][request.num_sampled :], version=5)
     engine.interrupt = at((0, 2))
-    controller = run(engine, config(interrupt="abort_retry", group_size=1), [assignment(prefixes=(prefix,))])
+    controller = run(engine, config(interrupt="abort_retry", group_size=1), [assignment(prefixes=(recorded("n"),))])
     (rollout,) = controller.groups[0].rollouts
     assert rollout.completion == "ok" and [s.version for s in rollout.spans] == [6] and rollout.kv == "kept"
     assert controller.interruptions == [(0, 0, 0, 2)], "recorded tokens are discarded with the rest"
