@@ -92,11 +92,11 @@ def _without_rewards(group: Group) -> Group:
 
 async def _all_scores(group: Group, scorers: Sequence[Scorer], external: ExternalCalls) -> list[list[Score]]:
     """[scorers][G]; the scorers work at the same time, and the first failure in their order is raised once all have ended."""
-    calls = [
-        external.run((group.purpose.value, group.group_id, group.attempt, "score", index, 0), scorer.score(group))
-        for index, scorer in enumerate(scorers)
-    ]
-    results = await asyncio.gather(*calls, return_exceptions=True)
+
+    async def one(index: int, scorer: Scorer) -> list[Score]:  # a group that is dropped before this begins has called nobody
+        return await external.run((group.purpose.value, group.group_id, group.attempt, "score", index, 0), scorer.score(group))
+
+    results = await asyncio.gather(*(one(*numbered) for numbered in enumerate(scorers)), return_exceptions=True)
     columns: list[list[Score]] = []
     for scorer, result in zip(scorers, results, strict=True):
         if isinstance(result, BaseException):
