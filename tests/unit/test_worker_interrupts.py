@@ -73,6 +73,8 @@ class Ticking:
             if offered and self.engine.may_adopt():
                 offered = False
                 self.engine.set_version(1, self.engine.version[1] + 1, "sum")
+                for _ in range(self._rng.randrange(16)):  # until the controller has confirmed them
+                    await asyncio.sleep(0)
             if self.engine.has_work():
                 await self.server.send_frame(self.engine.tick())
                 await asyncio.sleep(0)
@@ -97,14 +99,16 @@ async def ticking(engine: EmbeddedEngine, rng: random.Random) -> AsyncIterator[t
         await server.close()
 
 
-async def drop_and_stop(controller: FakeController, worker: RolloutWorker, num_groups: int, rng: random.Random) -> None:
-    """Let the groups run, drop one now and then, perhaps stop early."""
+async def drop_and_stop(engine: EmbeddedEngine, controller: FakeController, worker: RolloutWorker, num_groups: int) -> None:
+    """Let the groups run, drop one now and then, mostly where one is being interrupted, and perhaps stop early."""
+    rng = random.Random(num_groups)
     dropped: set[int] = set()
     stops_early = rng.random() < 0.4
     for _ in range(20_000):
         await asyncio.sleep(0)
         finished = {g.group_id for g in controller.groups}
-        if rng.random() < 0.01 and (candidates := [g for g, _ in worker._running if g not in finished]):
+        likely = 0.3 if engine._ended else 0.01
+        if rng.random() < likely and (candidates := [g for g, _ in worker._running if g not in finished]):
             dropped.add(rng.choice(candidates))
             await controller.drop(*((g, 0) for g in dropped))
         if len(finished | dropped) == num_groups or (stops_early and rng.random() < 0.004):
@@ -119,13 +123,14 @@ def test_every_order_of_events_leaves_whole_records_and_nothing_behind(
     interrupt: str, kv: str, after: int | None, several_turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine_harness.VOCABULARY", 130)  # the tokenizer's characters
+    monkeypatch.setattr("slipstream.rollout.prefixes.PREFIX_CHUNK_TOKENS", 3)
     policy, model = InterruptPolicy(interrupt, kv, after), tiny_model()
     for seed in range(2):
         asyncio.run(_one(model, policy, several_turns, random.Random(f"{policy} {seed}")))
 
 
 async def _one(model: Any, policy: InterruptPolicy, several_turns: bool, rng: random.Random) -> None:
-    states, budget = rng.choice([0, 1, 8]), rng.choice([20, 1024])
+    states, budget = rng.choice([0, 8, 8]), rng.choice([20, 1024])
     engine = make_engine(model, slots=rng.randint(1, 4), max_context=64, saved_states=states, prefill_budget=budget, policy=policy)
     settings = config(
         slots=engine.slots,
@@ -138,13 +143,13 @@ async def _one(model: Any, policy: InterruptPolicy, several_turns: bool, rng: ra
     )
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"stop_grace_s": 0.0})})
     more: dict[str, Any] = {"make_environment": lambda row: ThreeTurns()} if several_turns else {}
-    num_groups = rng.randint(3, 8)
+    num_groups = rng.randint(12, 24)
     controller = FakeController([assignment(n) for n in range(num_groups)])
     controller.max_interrupts = 3
     async with ticking(engine, rng) as (ticks, client):
         worker = RolloutWorker(controller, client, CharTokenizer(), settings, make_scorers(settings.reward), max_context=64, **more)
         running = asyncio.create_task(worker.run())
-        await drop_and_stop(controller, worker, num_groups, rng)
+        await drop_and_stop(engine, controller, worker, num_groups)
         await asyncio.wait_for(running, 20)
         for _ in range(2):  # the second answer comes after all that the worker and the engine had to say
             await client.pin()
