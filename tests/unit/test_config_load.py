@@ -222,7 +222,8 @@ def test_tables_from_python_are_judged_like_a_file(tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigError) as caught:
         load_tables({"trainer": {"step": 5}, "rollout": {"interrupt_after": 3}})
     text = "\n".join(caught.value.problems)
-    assert len(caught.value.problems) == 3 and "did you mean trainer.steps?" in text and "interrupt_after = 3" in text and "no reward" in text
+    assert len(caught.value.problems) == 3
+    assert "did you mean trainer.steps?" in text and "interrupt_after = 3" in text and "no reward" in text
 
 
 def test_what_neither_trains_nor_scores_needs_no_reward(tmp_path: Path) -> None:
