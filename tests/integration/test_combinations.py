@@ -21,7 +21,7 @@ from slipstream.config.load import LoadedConfig, load_config, load_tables
 from slipstream.config.loss_tables import ALIASES, PRESETS
 from slipstream.errors import ConfigError
 
-STEPS, P, G = 4, 2, 3
+STEPS, P, G = 5, 2, 3
 PARTS = 4  # of the rows, a test each
 LOWERS: Tables = {"threshold": [{"metric": "reward_std", "above": 0.0, "action": "lower_max_staleness"}]}
 TWO = [{"type": "version_gate", "high": 2}, {"type": "geometric", "low": 0.9, "high": 1.1}]
@@ -58,7 +58,6 @@ FACTORS: dict[str, dict[str, Tables]] = {
         "data.eval": (None, 2),
         "trainer.updates_per_batch": (1, 2),
         "trainer.minibatches": (1, 2),
-        "trainer.max_tokens_per_micro_batch": (8192, 64),
         "trainer.gradient_checkpointing": (False, True),
         "loss.preset": ("grpo", *(name for name in PRESETS if name != "grpo")),
         "loss.old_logprobs": (None, "sampler", "recomputed"),
@@ -72,10 +71,12 @@ FACTORS: dict[str, dict[str, Tables]] = {
         "loss.overlong_tokens": (None, 4),
     }.items()
 } | {"threshold": {"none": {}, "lowers": LOWERS}, "reward": {"given": {}, "none": {}}}
-# Pairs that need not meet in every way: tokens reach the loss the same way whatever interrupted, held back or kept them.
+# Policy losses and corrections are many, and need not meet in every way what they are tested with elsewhere (`test_trainer_objective.py`,
+# `test_loss_settings.py`: the parts of a loss), nor how tokens came, which they do not see.
+LOSS = ("loss.preset", "loss.correction")
+PARTS_OF_LOSS = (*LOSS, "loss.old_logprobs", "loss.kl_in", "loss.kl_estimator")
 HOW_TOKENS_CAME = ("rollout.interrupt", "rollout.interrupt_after", "buffer.window", "buffer.on_stale", "buffer.stale_level")
-APART = [frozenset({of_loss, name}) for of_loss in ("loss.preset", "loss.correction") for name in HOW_TOKENS_CAME]
-APART += [frozenset({"loss.preset", "loss.correction"})]  # see `test_trainer_objective.py`
+APART = [frozenset({of_loss, name}) for of_loss in LOSS for name in PARTS_OF_LOSS + HOW_TOKENS_CAME]
 # Keys that an error may name -> the settings that are to blame.
 OWNERS = {name: (name,) for name in FACTORS} | {
     "buffer.max_groups": ("buffer.window",),
@@ -90,11 +91,11 @@ def settings(row: Row, folder: Path | str, **changes: Tables | str) -> Tables:
     """The tiniest run with these values: fewer engine slots than rollouts, so that some of a group run while weights change."""
     made = tables(
         Path(folder),
-        rollout={"group_size": G, "max_new_tokens": 8, "temperature": 1.5},
-        engine={"slots": 6},
+        rollout={"group_size": G, "max_new_tokens": 12, "temperature": 1.5},
+        engine={"slots": 8},
         trainer={"steps": STEPS, "groups_per_step": P, "logprob_chunk_tokens": 16},
-        checkpoint={"every": 2},
-        evaluation={"every": 2},
+        checkpoint={"every": 3},
+        evaluation={"every": 3},
     )
     for table, change in [item for name, value in row.items() for item in FACTORS[name][value].items()] + list(changes.items()):
         made[table] = {**made.get(table, {}), **change} if isinstance(change, dict) else change
@@ -125,8 +126,11 @@ def blame(row: Row) -> frozenset[str]:
     return frozenset(blamed)
 
 
+SEED = 2  # of the first thirty the one with the fewest rows
+
+
 @cache
-def covering(seed: int = 0) -> Covering:
+def covering(seed: int = SEED) -> Covering:
     return cover({name: list(values) for name, values in FACTORS.items()}, blame, seed, APART)
 
 
@@ -145,11 +149,8 @@ REFUSED = {
     ("buffer.on_stale", "buffer.window"): 1,
     ("buffer.window", "weight_sync.lag"): 1,
     ("data.eval", "reward"): 1,
-    ("loss.correction", "loss.old_logprobs"): 5,
     ("loss.kl_coefficient", "loss.kl_estimator"): 2,
     ("loss.kl_coefficient", "loss.kl_in"): 1,
-    ("loss.kl_in", "loss.preset"): 1,
-    ("loss.old_logprobs", "loss.preset"): 11,
     ("loss.overlong_tokens", "loss.preset"): 1,
     ("loss.teacher", "loss.teacher_kl"): 1,
     ("loss.teacher", "reward"): 1,
