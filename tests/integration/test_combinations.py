@@ -214,6 +214,8 @@ def check_run(loaded: LoadedConfig, folder: Path) -> None:
         assert versions <= {version for version in story.versions if version <= step}
         assert said.worst_staleness is None or step - min(versions) <= said.worst_staleness
         assert loaded.config.weight_sync.lag is None or versions == {max(0, step - loaded.config.weight_sync.lag)}
+    assert loaded.config.data.eval is None or {0, STEPS} <= story.evaluations.keys()
+    assert all(version >= due and version in story.versions for due, (version, *_) in story.evaluations.items())
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -18,7 +18,7 @@ from typing import Any
 from slipstream.config.frozen_models import stage_models
 from slipstream.controller.controller import Controller
 from slipstream.deadlines import CHECKPOINT_S
-from slipstream.errors import DeadlineExceeded
+from slipstream.errors import DeadlineExceeded, SlipstreamError
 from slipstream.launch import logprob_socket
 from slipstream.launch.context import RunContext
 from slipstream.launch.framing import private_directory
@@ -76,6 +76,8 @@ class LocalRun:
             await self._while_watched(watch, self._left())
         except BaseException as error:
             self._controller.fail(error)
+            if isinstance(error, SlipstreamError):
+                self._controller.core.check()  # the first error counts: a role may have failed with the controller's own
             raise
         finally:
             tasks = [task for task in (watch, self._own_worker) if task is not None]

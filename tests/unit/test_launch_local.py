@@ -1,0 +1,61 @@
+"""Which error ends a run of processes. Without processes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slipstream.config.settings import Config
+from slipstream.errors import RoleFailed
+from slipstream.launch.local import LocalRun
+
+
+class Controller:
+    """Has trained every step; its first error counts."""
+
+    def __init__(self) -> None:
+        self.core = SimpleNamespace(broker=SimpleNamespace(num_slots=3), check=self.check)
+        self.error: BaseException | None = None
+
+    async def wait_finished(self) -> str:
+        return "finished"
+
+    def fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+async def nothing(*_: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("own", [LookupError("the caller's"), None], ids=["the controller's own", "the role's"])
+def test_what_a_role_only_echoes_does_not_hide_the_error_of_the_last_step(
+    own: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller: Any = Controller()
+
+    async def echoes(*_: Any) -> None:
+        if own is not None:
+            controller.fail(own)
+        raise RoleFailed("engine", "the controller failed")
+
+    async def stays(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    run = LocalRun(SimpleNamespace(config=Config()), controller, str(tmp_path))  # type: ignore[arg-type]
+    monkeypatch.setattr(run, "_start", nothing)
+    monkeypatch.setattr(run.supervisor, "left", stays)
+    monkeypatch.setattr(run.supervisor, "watch", echoes)
+    try:
+        with pytest.raises(RoleFailed if own is None else LookupError):
+            asyncio.run(run.run(()))
+    finally:
+        run.close()
