@@ -157,13 +157,15 @@ def test_masked_tokens_have_zero_gradient():
 
 
 def test_a_batch_without_trained_tokens_is_skipped():
-    trainer = trainer_of()
+    trainer = trainer_of(max_skipped_steps=2)
     groups = [
         make_group([msgspec.structs.replace(r, loss_mask=np.zeros_like(r.loss_mask)) for r in group.rollouts])
         for group in make_batch().groups
     ]
     assert trainer.train_step(batch_of(0, groups)).skipped == "no token to train"
     assert checksum(trainer.model) == checksum(tiny_model()) and trainer.version == 1
+    with pytest.raises(RunFailed, match=r"no token to train\. What can help: where buffer\.on_stale masks"):
+        trainer.train_step(batch_of(1, groups))
 
 
 # ---- updates that are skipped

@@ -33,6 +33,8 @@ from slipstream.trainer.rewards import shaped_rewards
 from slipstream.trainer.token_table import Sequence, masked_tokens, token_table
 from slipstream.types import Batch
 
+NO_TOKEN = "no token to train"  # why the update of a batch is skipped whose tokens are all masked
+
 
 @dataclass(frozen=True, slots=True)
 class TrainStep:
@@ -83,9 +85,12 @@ class Trainer:
         self.step += 1
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         if self.skipped_in_a_row >= self.config.trainer.max_skipped_steps:
+            remedy = "lower trainer.learning_rate, or train in float32"
+            if result.skipped == NO_TOKEN:
+                remedy = "where buffer.on_stale masks all of it, raise buffer.max_staleness or use a smaller buffer.window"
             raise RunFailed(
-                f"{self.skipped_in_a_row} updates in a row were skipped, the last at step {batch.step}: {result.skipped}. "
-                "Lower trainer.learning_rate, or train in float32; the weights are still those of the last good update"
+                f"{self.skipped_in_a_row} updates in a row were skipped, the last at step {batch.step}: {result.skipped}. What can help: "
+                f"{remedy}; the weights are still those of the last good update"
             )
         return result
 
@@ -99,7 +104,7 @@ class Trainer:
             "learning_rate": learning_rate(self.config.trainer, batch.step),
         }
         if not micro_batches:
-            return TrainStep("no token to train", metrics)
+            return TrainStep(NO_TOKEN, metrics)
         diagnostics = Diagnostics(masked_tokens(batch))
         parts = [[_Work(m) for m in part] for part in minibatches if part]
         if self._needs_first_pass(len(parts)):
