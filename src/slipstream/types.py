@@ -17,9 +17,12 @@ T = TypeVar("T")
 
 # Names of `Rollout.arrays`, and what they hold.
 ROUTED_EXPERTS = "routed_experts"  # int8 or int16 [L, routers x experts per token]: where each token was routed, layer after layer
+NOT_ROUTED = -1  # in all of a token's: not recorded, as of the last sampled token, which no forward pass has seen
 SAMPLING_MASK = "sampling_mask"  # uint8: what top-k, top-p and min-p kept for each token, joined; see `sampling_mask.py`
 SAMPLING_MASK_SIZES = "sampling_mask_sizes"  # int32 [L]: how many of those bytes are a token's; 0: nothing was cut off
-NOT_ROUTED = -1  # in all of a token's: not recorded, as of the last sampled token, which no forward pass has seen
+REFERENCE_LOGPROBS = "reference_logprobs"  # float32 [L]: of each sampled token under the frozen reference
+TEACHER_LOGPROBS = "teacher_logprobs"  # the same under the teacher
+LOSS_WEIGHT = "loss_weight"  # float32 [L]: what is left of a token's weight because of its age; absent: 1 everywhere
 
 
 class Purpose(StrEnum):

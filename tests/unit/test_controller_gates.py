@@ -157,12 +157,15 @@ def test_weights_wait_for_the_end_of_the_round_and_the_round_for_the_weights(fol
         offer = asyncio.create_task(controller.next_weights("e0", 1, 0))
         await turns()
         assert not offer.done(), "group 3 still runs"
+        reason = controller.core.why_no_work()
+        assert "the barrier holds version 1 back" in reason and "the oldest is group 3" in reason
         await controller.finish_group(group_of(tasks[3], 0, 1, error="it broke"))
         await turns()
         assert not offer.done(), "it is to be tried again, and can be on the version there is"
         (again,) = (await controller.admit(4)).assignments
         await controller.finish_group(group_of(again, 0, 1))
         assert (await offer).manifest.version == 1
+        assert "barrier" not in controller.core.why_no_work()
         asked = controller.core.admit(4)
         assert asked is None, "the engine is between two versions"
         controller.close()

@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.config.settings import Config, ModelSettings
-
-REFERENCE_LOGPROBS = "reference_logprobs"  # names of aligned arrays, `Rollout.arrays`
-TEACHER_LOGPROBS = "teacher_logprobs"
+from slipstream.types import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slipstream.config.frozen_models import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 from slipstream.controller.events import BatchRecorded, LeftOut, StaleRule
 from slipstream.controller.selection import NOT_SELECTED, usable
 from slipstream.controller.stale import tally, treat
 from slipstream.errors import StalenessError
-from slipstream.types import Batch, Group, Rollout
+from slipstream.types import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Batch, Group, Rollout
 
 MAX_CAUSE_CHARS = 200  # of a failure that a group could spare
 

@@ -86,6 +86,10 @@ class ControllerCore:
         return max(self.state.engines.values(), default=-1) >= 0
 
     @property
+    def _behind_barrier(self) -> bool:
+        return self.config.rollout.interrupt == "barrier"
+
+    @property
     def stopping(self) -> bool:
         return self.state.stop_reason is not None
 
@@ -261,8 +265,7 @@ class ControllerCore:
         known = self.state.engines.get(engine_id)
         if known is None or (known >= 0 and version < 0):
             self.journal.record(ev.EngineAdded(engine_id=engine_id))
-        barrier = self.config.rollout.interrupt == "barrier" and self.state.engines[engine_id] >= 0
-        if barrier and not (self.intake.round_over or self.stopping):
+        if self._behind_barrier and self.state.engines[engine_id] >= 0 and not (self.intake.round_over or self.stopping):
             return None
         offer = self.broker.lease(engine_id, incarnation, version)
         self.intake.takes_weights(engine_id, offer is not None)
@@ -299,4 +302,6 @@ class ControllerCore:
         state = self.state
         engines = ", ".join(f"{name} at version {v}" for name, v in sorted(state.engines.items())) or "no engine in service"
         slots = f"{state.slots_taken} of {state.num_slots} slots are taken"
-        return f"{slots}, {state.step} of {self.config.trainer.steps} steps are made, {engines}"
+        held = self._behind_barrier and not self.intake.round_over and state.newest > state.confirmed
+        barrier = f"; the barrier holds version {state.newest} back until this round has ended: {self.intake.describe()}" if held else ""
+        return f"{slots}, {state.step} of {self.config.trainer.steps} steps are made, {engines}{barrier}"

@@ -22,7 +22,7 @@ import numpy as np
 from slipstream.config.arithmetic import stale_level
 from slipstream.config.settings import BufferSettings
 from slipstream.controller.events import StaleRule, Tally
-from slipstream.types import Group, Rollout
+from slipstream.types import LOSS_WEIGHT, Group, Rollout
 
 DROPPING = ("drop", "cancel_early")
 
@@ -63,7 +63,7 @@ def treat(group: Group, step: int, rule: StaleRule) -> Treated:
         else:
             treated.num_down_weighted += stale
             weight = (np.float64(rule.decay) ** excess).astype(np.float32)
-            rollouts.append(msgspec.structs.replace(rollout, arrays=rollout.arrays | {"loss_weight": weight}))
+            rollouts.append(msgspec.structs.replace(rollout, arrays=rollout.arrays | {LOSS_WEIGHT: weight}))
     treated.group = msgspec.structs.replace(group, rollouts=tuple(rollouts))
     return treated
 

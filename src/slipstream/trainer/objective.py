@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.config.frozen_models import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, stage_models
+from slipstream.config.frozen_models import stage_models
 from slipstream.config.loss_tables import CORRECTIONS
 from slipstream.config.losses import resolve
 from slipstream.config.settings import Config
@@ -31,6 +31,7 @@ from slipstream.trainer import corrections, kl, losses
 from slipstream.trainer.logprobs import TokenOutputs
 from slipstream.trainer.losses import Tokens
 from slipstream.trainer.packing import MicroBatch
+from slipstream.types import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 
 
 class Value(NamedTuple):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slipstream.config.frozen_models import REFERENCE_LOGPROBS
 from slipstream.config.settings import Config
 from slipstream.trainer import advantages, kl
 from slipstream.trainer.token_table import other_logprobs
-from slipstream.types import Batch, Rollout
+from slipstream.types import REFERENCE_LOGPROBS, Batch, Rollout
 
 
 def shaped_rewards(batch: Batch, config: Config) -> list[float | None]:

@@ -14,9 +14,7 @@ import numpy as np
 
 from slipstream.errors import DataError, StalenessError
 from slipstream.sampling_mask import split_kept
-from slipstream.types import NOT_ROUTED, ROUTED_EXPERTS, Batch, Rollout
-
-LOSS_WEIGHT = "loss_weight"  # aligned array of a rollout: what is left of a token's weight because of its age; absent: 1 everywhere
+from slipstream.types import LOSS_WEIGHT, NOT_ROUTED, ROUTED_EXPERTS, Batch, Rollout
 
 
 class PrefixKV(IntEnum):
