@@ -295,8 +295,8 @@ def _until_done(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
         try:
             return loop.run_until_complete(task)
         except KeyboardInterrupt:
-            if not task.done():  # it struck in another task
-                task.cancel()
+            task.cancel()  # it struck in another task
+            while not task.done():  # every task that waited for the one struck raises it too, which stops the loop
                 with contextlib.suppress(Exception, asyncio.CancelledError, KeyboardInterrupt):
                     loop.run_until_complete(task)
             raise

@@ -17,9 +17,11 @@ from typing import TypeVar
 
 import tomli_w
 
+from slipstream.controller.ledger import LedgerReader
 from slipstream.launch.local import ROLES
 from slipstream.launch.page import Page, RoleState
 from slipstream.observe.jsonl import read_jsonl
+from slipstream.types import PrefixChunk
 from slipstream.weight_sync.memory import MemoryFile
 
 T = TypeVar("T")
@@ -27,6 +29,7 @@ T = TypeVar("T")
 DEADLINE_S = 120.0  # until a run is where a test wants it; the machine may be busy
 END_S = 20.0  # from the fault to the end of every process
 MARK = "SLIPSTREAM_TEST_RUN"
+GROUP_SIZE = 4
 
 REWARDS = """
 def spread(completion):
@@ -44,7 +47,7 @@ def run_file(folder: Path) -> Path:
         "model": {"name": "builtin:tiny"},
         "data": {"train": "builtin:sort_digits"},
         "reward": [{"function": "rewards.py:spread"}],
-        "rollout": {"group_size": 4, "max_new_tokens": 40, "temperature": 8.0},
+        "rollout": {"group_size": GROUP_SIZE, "max_new_tokens": 40, "temperature": 8.0},
         "engine": {"slots": 16, "max_context": 64},
         "trainer": {"steps": 1000, "groups_per_step": 4, "learning_rate": 1e-4},
         "checkpoint": {"every": 2, "keep": 3},
@@ -136,10 +139,13 @@ class LiveRun:
     def query(self, sql: str) -> int:
         return query(self.folder, sql)
 
-    def num_running_groups(self) -> int:
-        """Groups handed out and not finished; none fails or is filtered in these runs."""
-        counts = "sum(kind = 'admitted') - sum(kind = 'group_finished')"
-        return self.query(f"SELECT coalesce({counts}, 0) FROM events")
+    def recorded(self) -> dict[int, tuple[PrefixChunk, ...]]:
+        """The recorded rollouts, ended or not, of each running group that has any. No rollout of these runs starts anew."""
+        running = "SELECT DISTINCT group_id FROM prefixes WHERE group_id NOT IN (SELECT group_id FROM groups)"
+        with closing(sqlite3.connect(f"file:{self.folder / 'ledger.sqlite'}?mode=ro", uri=True)) as db:
+            groups = [group for (group,) in db.execute(running)]
+        with LedgerReader.open(self.folder / "ledger.sqlite") as reader:
+            return {group: reader.prefixes(group, lambda sample: 0) for group in groups}
 
     # ---- waiting and faults
 

@@ -264,6 +264,17 @@ def test_stop_leaves_nobody_not_even_grandchildren_that_ignore_sigterm(tmp_path)
     asyncio.run(main())
 
 
+def test_a_stop_that_is_cut_short_still_kills(tmp_path):
+    async def main():
+        async with running(tmp_path) as run:
+            process = await run.start("rollout", STUBBORN)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(run.supervisor.stop(grace_s=DEADLINE_S), 0.1)
+            assert await asyncio.wait_for(process.process.wait(), DEADLINE_S) == -signal.SIGKILL
+
+    asyncio.run(main())
+
+
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks into /proc")
 def test_what_a_dead_role_left_behind_is_ended(tmp_path):
     async def main():

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from live_run import LiveRun, query, run_file
+from live_run import GROUP_SIZE, LiveRun, query, run_file
 
 from slipstream.controller import events as ev
 from slipstream.controller.accounts import check_accounts
@@ -94,9 +94,15 @@ def kill_amid_a_checkpoint(file: Path, checkpoints: Path) -> Path:
 
 
 def stop_with_half_generated_rollouts(run: LiveRun) -> None:
-    """The first SIGTERM: exit 0, the command that resumes, and the tokens of what was running in the ledger."""
-    run.until(lambda: run.num_running_groups() >= 4)
+    """The first SIGTERM: exit 0, the command that resumes, and the tokens of what was running in the ledger.
+
+    The engine stands still from a moment on where a group has rollouts that ended and others that go on, until the latter's tokens are
+    recorded: the machine may be so slow that they would be over by then.
+    """
+    pid = run.freeze("engine", lambda: any(0 < len(samples) < GROUP_SIZE for samples in run.recorded().values()))
     run.process.send_signal(signal.SIGTERM)
+    run.until(lambda: any(chunk.stop_reason is None for samples in run.recorded().values() for chunk in samples))
+    os.kill(pid, signal.SIGCONT)
     assert run.ended() == 0, run.output
     assert f"slipstream train --resume {run.folder}" in run.output
 

@@ -17,7 +17,7 @@ from slipstream import train
 from slipstream.config.load import load_tables
 from slipstream.config.settings import Config
 from slipstream.controller.run_folder import RunFolder
-from slipstream.errors import DataError, MemoryNeedError, ResumeError, RunFolderError
+from slipstream.errors import DataError, MemoryNeedError, ResumeError, RunFailed, RunFolderError
 from slipstream.launch import inline
 
 ROWS = [{"question": f"What is {i}?", "answer": str(i)} for i in range(8)]
@@ -180,6 +180,65 @@ def test_the_second_signal_in_another_task_ends_the_run_as_a_cancellation_does(t
         train(load_tables(tables(tmp_path / "run"), reward_given=True), reward=len)
     assert story == ["cleaned"]
     RunFolder(tmp_path / "run").lock().release()
+
+
+def test_a_signal_in_a_task_that_others_wait_for_does_not_cut_the_clean_up_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everyone who waits raises it too, and each time it stops the loop."""
+    story: list[str] = []
+
+    async def steps() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    async def waits(task: asyncio.Task[None], turns: int) -> None:
+        try:
+            await task
+        finally:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+    async def launches(context: Any, controller: Any, rewards: Any) -> None:
+        step = asyncio.create_task(steps())
+        waiting = [asyncio.create_task(waits(step, turns)) for turns in (10, 20, 30)]
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(100):
+                await asyncio.sleep(0)  # children are waited for in here
+            story.append("cleaned")
+            await asyncio.gather(step, *waiting, return_exceptions=True)
+
+    monkeypatch.setattr(inline, "run_inline", launches)
+    with pytest.raises(KeyboardInterrupt):
+        train(load_tables(tables(tmp_path / "run"), reward_given=True), reward=len)
+    assert story == ["cleaned"]
+
+
+def test_a_signal_that_the_controller_hears_of_does_not_strike_those_who_ask_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    story: list[str] = []
+
+    async def launches(context: Any, controller: Any, rewards: Any) -> None:
+        async def asks() -> None:
+            with pytest.raises(RunFailed, match=r"stopped at once \(KeyboardInterrupt\)"):
+                await controller.wait_finished()
+            story.append("told")
+
+        asking = asyncio.create_task(asks())
+        await asyncio.sleep(0)
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        except BaseException as error:
+            controller.fail(error)
+            raise
+        finally:
+            await asyncio.wait_for(asking, 60)
+            story.append("cleaned")
+
+    monkeypatch.setattr(inline, "run_inline", launches)
+    with pytest.raises(KeyboardInterrupt):
+        train(load_tables(tables(tmp_path / "run"), reward_given=True), reward=len)
+    assert story == ["told", "cleaned"]
 
 
 def test_other_evaluation_data_is_refused_with_both_values_and_another_limit_is_not(tmp_path: Path) -> None:

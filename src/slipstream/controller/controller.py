@@ -33,7 +33,7 @@ from slipstream.controller.recovery import Identity, Start, start_run
 from slipstream.controller.run_folder import RunFolder
 from slipstream.controller.timing import MonotonicClock
 from slipstream.controller.versions import Broker
-from slipstream.errors import CheckpointError, DeadlineExceeded, RunFailed
+from slipstream.errors import CheckpointError, DeadlineExceeded
 from slipstream.protocols import CheckpointManifest, Clock, Manifest, Observer, WeightsOffer
 from slipstream.types import Batch, EngineReport, EvalResult, Group, PrefixChunk, StepReport, Work
 
@@ -354,16 +354,11 @@ class Controller:
             self._later = None
         try:
             self.core.commit()
-        except Exception as error:
-            self._end(future, error)
-        except BaseException as error:  # KeyboardInterrupt out of an observer: raised here, once; a task that raised it would stop the loop
-            self._end(future, RunFailed(f"stopped at once ({type(error).__name__})"))
-            raise
+        except BaseException as error:
+            self.fail(error)
+            future.set_exception(self.core.journal.error or error)  # whoever waits for the commit raises it, and so does everyone later
+            future.exception()  # seen, also where nobody waits
+            if not isinstance(error, Exception):  # out of an observer: raised here, once
+                raise
         else:
             future.set_result(None)
-
-    def _end(self, commit: asyncio.Future[None], error: Exception) -> None:
-        """The commit failed: whoever waits for it raises the error, and so does everyone who asks later."""
-        commit.set_exception(error)
-        commit.exception()  # seen, also where nobody waits
-        self.fail(error)

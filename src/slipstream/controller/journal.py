@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from slipstream.controller import events as ev
 from slipstream.controller.ledger import Ledger
 from slipstream.controller.state import RunState, apply
+from slipstream.errors import RunFailed
 from slipstream.protocols import Observer
 from slipstream.types import EvalResult, Group, PrefixChunk
 
@@ -44,7 +45,13 @@ class Journal:
             message()
 
     def fail(self, error: BaseException) -> None:
-        """The run ends with this error; the first one counts."""
+        """The run ends with this error; the first one counts.
+
+        KeyboardInterrupt or a cancellation is its receiver's alone: raised in the tasks of all who ask, it would stop the event loop in
+        the middle of the clean-up.
+        """
+        if not isinstance(error, Exception):
+            error = RunFailed(f"stopped at once ({type(error).__name__})")
         self.error = self.error or error
 
     def check(self) -> None:

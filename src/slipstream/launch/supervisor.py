@@ -120,10 +120,12 @@ class Supervisor:
         for process in self.processes.values():
             if process.exit_code is None:
                 process.signal_group(signal.SIGTERM)
-        await self._await_exits(grace_s)
-        for process in self.processes.values():
-            if process.exit_code is None:
-                process.signal_group(signal.SIGKILL)
+        try:
+            await self._await_exits(grace_s)
+        finally:  # also where the wait is cut short
+            for process in self.processes.values():
+                if process.exit_code is None:
+                    process.signal_group(signal.SIGKILL)
         await self._await_exits(KILL_DEADLINE_S)
 
     def _runs(self, role: str) -> bool:
