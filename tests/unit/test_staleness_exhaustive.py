@@ -58,7 +58,7 @@ def successors(places, batch, T, E, S, P, W, k):
         yield places, None, T + 1, E
         return
     for finished in combinations(unpulled, P):
-        ids = admission.pull(range(len(places)), lambda i: places[i] is None, set(finished).__contains__, W, P)
+        ids = admission.pull(range(len(places)), lambda i: places[i] is None, list(finished), W, P)
         if ids is None:
             continue
         left = [None if i in ids else first for i, first in enumerate(places)]
@@ -93,7 +93,7 @@ def test_the_search_sees_a_window_that_slides(monkeypatch):
         unpulled = [g for g in places if not pulled(g)]
         batch: list[int] = []
         while len(batch) < groups_per_step:
-            ready = [g for g in [g for g in unpulled if g not in batch][:window] if finished(g)]
+            ready = [g for g in [g for g in unpulled if g not in batch][:window] if g in finished]
             if not ready:
                 return None
             batch.append(ready[0])

@@ -27,8 +27,8 @@ and the slots are a number that is set.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import islice
 
 
 def num_slots(max_staleness: int, groups_per_step: int) -> int:
@@ -105,31 +105,29 @@ def permit(finished_batches: int, ahead: int, max_staleness: int, groups_per_ste
 
 
 def pull(
-    places: Sequence[int], pulled: Callable[[int], bool], finished: Callable[[int], bool], window: int | None, groups_per_step: int
+    places: Sequence[int], pulled: Callable[[int], bool], finished: Sequence[int], window: int | None, groups_per_step: int
 ) -> list[int] | None:
     """The P groups of the next batch in pull order, or None while fewer may be pulled.
 
     Without a window: the oldest finished ones.
 
     `places` are the groups in order, from the oldest unpulled one; pulled ones among them still count as places, filtered and dropped
-    ones are not in it. The window is anchored: any finished group among the W places from the oldest unpulled group may be pulled,
-    and the anchor moves only when that oldest group is pulled. (A window over the W oldest *unpulled* groups would let an unbounded
-    number pass a slow one.) Of those that may be pulled the oldest is.
+    ones are not in it. `finished` are those that have finished and are not pulled, in order. The window is anchored: any finished group
+    among the W places from the oldest unpulled group may be pulled, and the anchor moves only when that oldest group is pulled. (A window
+    over the W oldest *unpulled* groups would let an unbounded number pass a slow one.) Of those that may be pulled the oldest is: so a
+    batch is the P oldest finished ones, if each of them was within the window when its turn came.
     """
+    if len(finished) < groups_per_step:
+        return None
+    batch = list(finished[:groups_per_step])
     if window is None:
-        ready = list(islice((g for g in places if not pulled(g) and finished(g)), groups_per_step))
-        return ready if len(ready) == groups_per_step else None
-    batch: list[int] = []
+        return batch
     chosen: set[int] = set()
     anchor = 0
-    while len(batch) < groups_per_step:
-        while anchor < len(places) and (places[anchor] in chosen or pulled(places[anchor])):
+    for group_id in batch:
+        while places[anchor] in chosen or pulled(places[anchor]):
             anchor += 1
-        for group_id in places[anchor : anchor + window]:
-            if group_id not in chosen and not pulled(group_id) and finished(group_id):
-                chosen.add(group_id)
-                batch.append(group_id)
-                break
-        else:
+        if bisect_left(places, group_id, anchor) >= anchor + window:
             return None
+        chosen.add(group_id)
     return batch

@@ -15,7 +15,7 @@ from slipstream.controller.timing import StepTimes
 from slipstream.controller.totals import STALE
 from slipstream.errors import LedgerError, RunFailed
 from slipstream.protocols import Clock
-from slipstream.types import Batch, Group, GroupStatus, StepReport
+from slipstream.types import Batch, Group, StepReport
 
 
 class Delivery:
@@ -62,7 +62,7 @@ class Delivery:
         rule = stale.rule_of(self._config.buffer, self._state.max_staleness)
         if rule.on_stale not in stale.DROPPING:
             return
-        finished = [g for g in self._state.live.values() if g.status is GroupStatus.FINISHED]
+        finished = [self._state.live[group_id] for group_id in self._state.finished]
         for live in [g for g in finished if 0 <= g.oldest_version < step - rule.limit]:
             group = self._group(live.group_id, live.attempt)
             if stale.treat(group, step, rule).group is None:

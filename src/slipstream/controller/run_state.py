@@ -99,6 +99,7 @@ class RunState:
     order: list[int] = field(default_factory=list)  # ids of `live`, ascending: the places of what is unpulled
     places: list[int] = field(default_factory=list)  # ids from the oldest unpulled group on, pulled ones included
     passed: set[int] = field(default_factory=set)  # pulled groups among `places`
+    finished: list[int] = field(default_factory=list)  # ids of the finished ones of `live`, ascending
     batches: dict[int, RecordedBatch] = field(default_factory=dict)  # that a kept checkpoint, or starting over, may still need
     unconfirmed: deque[tuple[int, int]] = field(default_factory=deque)  # (version, groups) trained, still holding slots
 
@@ -150,7 +151,7 @@ class RunState:
     @property
     def num_finished(self) -> int:
         """Finished groups in the buffer."""
-        return sum(g.status is GroupStatus.FINISHED for g in self.live.values())
+        return len(self.finished)
 
     def ahead(self, group_id: int) -> int:
         """a: groups that must train before this one."""
@@ -161,10 +162,7 @@ class RunState:
 
     def next_pull(self) -> list[int] | None:
         """The groups of the next batch, or None while it is not complete."""
-        finished = GroupStatus.FINISHED
-        return admission.pull(
-            self.places, self.passed.__contains__, lambda g: self.live[g].status is finished, self.window, self.groups_per_step
-        )
+        return admission.pull(self.places, self.passed.__contains__, self.finished, self.window, self.groups_per_step)
 
     def watermark(self) -> int:
         """Every group below is final and in no batch from `step` on."""

@@ -76,6 +76,7 @@ def _rewind(state: RunState, event: ev.RunStarted) -> None:
     state.next_batch = event.from_step
     state.live.clear()
     state.order.clear()
+    state.finished.clear()
     state.places.clear()
     state.passed.clear()
     state.position = point.position

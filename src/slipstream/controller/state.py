@@ -17,7 +17,7 @@ batch.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 from slipstream.controller import events as ev
@@ -112,6 +112,7 @@ def _group_finished(state: RunState, event: ev.GroupFinished) -> None:
     group = _current_attempt(state, event.group_id, event.attempt)
     left_out = state.totals.count_left_out(event.left_out)
     group.status, group.num_tokens = GroupStatus.FINISHED, event.num_tokens - left_out
+    insort(state.finished, event.group_id)
     group.oldest_version = event.oldest_version
     _forget_prefixes(group)
     state.totals.generated_tokens += group.num_tokens
@@ -179,7 +180,8 @@ def _current_attempt(state: RunState, group_id: int, attempt: int) -> LiveGroup:
 
 def _leave(state: RunState, group_id: int) -> None:
     """A filtered or dropped group gives up its place and its slot."""
-    del state.live[group_id]
+    if state.live.pop(group_id).status is GroupStatus.FINISHED:
+        del state.finished[bisect_left(state.finished, group_id)]
     del state.order[bisect_left(state.order, group_id)]
     del state.places[bisect_left(state.places, group_id)]
     _move_anchor(state)
@@ -212,6 +214,7 @@ def _batch_recorded(state: RunState, event: ev.BatchRecorded) -> None:
         g = state.live.pop(group_id)
         members.append(Member(g.group_id, g.attempt, g.row, g.epoch, g.position, g.bound, g.num_tokens))
         del state.order[bisect_left(state.order, group_id)]
+        del state.finished[bisect_left(state.finished, group_id)]
         if state.window is None:
             del state.places[bisect_left(state.places, group_id)]  # nobody counts places that were passed
         else:
