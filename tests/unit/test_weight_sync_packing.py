@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -11,6 +12,7 @@ from torch import nn
 from slipstream.errors import WeightSyncError
 from slipstream.protocols import Manifest
 from slipstream.types import decode, encode
+from slipstream.weight_sync.hashed_copy import CHUNK_BYTES, hashed_copy
 from slipstream.weight_sync.memory import MemoryFile
 from slipstream.weight_sync.packing import ALIGNMENT, Publisher, WeightLayout, WeightSet, checksum
 
@@ -190,3 +192,21 @@ def test_state_that_is_not_a_tensor_is_refused():
 
     with pytest.raises(WeightSyncError, match="_extra_state of the model's state is a dict"):
         WeightLayout.of(Extra())
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES + 7])
+def test_hashed_copy_equals_a_copy_and_a_hash(num_bytes):
+    source = np.random.default_rng(0).integers(0, 256, num_bytes, dtype=np.uint8)
+    target, hasher = np.zeros(num_bytes, np.uint8), xxhash.xxh3_128()
+    hashed_copy(target, source, hasher)
+    assert np.array_equal(target, source) and hasher.hexdigest() == xxhash.xxh3_128_hexdigest(source.data)
+
+
+def test_tensors_that_overlap_in_the_engine_are_caught(slots):
+    """Each is what was sent when it is copied; the second one overwrites part of the first."""
+    memory = torch.zeros(96)
+    trainer = {"a": torch.zeros(64), "b": torch.ones(64)}
+    manifest = Publisher(trainer, slots).pack(0, 1, 0)
+    assert WeightSet({"a": memory[:32].repeat(2), "b": memory[32:]}).apply(slots[0].map(), manifest) == manifest.checksum
+    with pytest.raises(WeightSyncError, match="this engine's copy hashes to"):
+        WeightSet({"a": memory[:64], "b": memory[32:]}).apply(slots[0].map(), manifest)

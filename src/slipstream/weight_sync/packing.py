@@ -7,6 +7,7 @@ weights. Writer and reader derive their layouts from their own models; they must
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from slipstream.errors import WeightSyncError
 from slipstream.protocols import Manifest, ManifestEntry
 from slipstream.tensors import distinct, dtype_name, dtype_of
+from slipstream.weight_sync.hashed_copy import hashed_copy
 from slipstream.weight_sync.memory import MemoryFile
 
 ALIGNMENT = 64  # bytes: `Tensor.view(dtype)` needs offsets divisible by the item size, and vector loads like cache lines
@@ -74,14 +76,15 @@ class Publisher:
         Raises MemoryNeedError where the slot's memory cannot be had (first use of a slot).
         """
         self._slots[slot].resize(self.layout.total_bytes)
-        block = self._slots[slot].map(writable=True)[: self.layout.total_bytes]
-        flat = torch.from_numpy(block)
+        block = self._slots[slot].map(writable=True)
         tensors = _named_tensors(self._source)
+        hasher = xxhash.xxh3_128()
         for entry, end in _with_ends(self.layout):
-            target = flat[entry.offset : entry.offset + entry.nbytes].view(dtype_of(entry.dtype)).view(entry.shape)
-            target.copy_(tensors[entry.name])
-            block[entry.offset + entry.nbytes : end] = 0
-        return self.layout.manifest(incarnation, version, xxhash.xxh3_128_hexdigest(block.data))
+            target, gap = block[entry.offset : entry.offset + entry.nbytes], block[entry.offset + entry.nbytes : end]
+            _pack(target, entry, tensors[entry.name], hasher)
+            gap[:] = 0
+            hasher.update(gap.data)
+        return self.layout.manifest(incarnation, version, hasher.hexdigest())
 
 
 class WeightSet:
@@ -104,9 +107,12 @@ class WeightSet:
                 f"weights {_version(manifest)}: the slot holds {len(block)} bytes, the manifest says {manifest.total_bytes}"
             )
         tensors = _named_tensors(self._model)
-        for entry in self.layout.entries:
-            _copy_bytes(tensors[entry.name], block[entry.offset : entry.offset + entry.nbytes])
-        checksum = self.checksum()
+        hasher, zeros = xxhash.xxh3_128(), bytes(ALIGNMENT)
+        for entry, end in _with_ends(self.layout):
+            _unpack(tensors[entry.name], block[entry.offset : entry.offset + entry.nbytes], hasher)
+            hasher.update(zeros[: end - entry.offset - entry.nbytes])
+        # A tensor that overlaps another was overwritten after it was hashed.
+        checksum = self.checksum() if _overlap(tensors[entry.name] for entry in self.layout.entries) else hasher.hexdigest()
         if checksum != manifest.checksum:
             raise WeightSyncError(
                 f"weights {_version(manifest)}: this engine's copy hashes to {checksum}, the trainer packed {manifest.checksum}; "
@@ -179,17 +185,44 @@ def _hash(layout: WeightLayout, tensors: Mapping[str, Tensor]) -> str:
     return hasher.hexdigest()
 
 
+def _pack(target: np.ndarray, entry: ManifestEntry, source: Tensor, hasher: xxhash.xxh3_128) -> None:
+    """Write the tensor into its place, uint8[entry.nbytes], cast to the entry's dtype, and hash what is there then."""
+    dtype = dtype_of(entry.dtype)
+    if source.dtype == dtype and _plain(source):
+        hashed_copy(target, _bytes(source), hasher)
+    else:
+        torch.from_numpy(target).view(dtype).view(entry.shape).copy_(source)
+        hasher.update(target.data)
+
+
+def _unpack(target: Tensor, source: np.ndarray, hasher: xxhash.xxh3_128) -> None:
+    """Overwrite the tensor with these bytes, of its dtype and shape (it may be read-only memory), and hash what it holds then."""
+    if _plain(target):
+        hashed_copy(_bytes(target), source, hasher)
+    else:
+        target.copy_(torch.from_numpy(source.copy()).view(target.dtype).view(target.shape))
+        hasher.update(_bytes(target.cpu().contiguous()).data)
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether its bytes lie in main memory as they are sent."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
 def _bytes(tensor: Tensor) -> np.ndarray:
     """uint8 view of a contiguous CPU tensor's memory."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def _copy_bytes(target: Tensor, source: np.ndarray) -> None:
-    """Overwrite the tensor with these bytes, which are of its dtype and shape. `source` may be read-only memory."""
-    if target.device.type == "cpu" and target.is_contiguous():
-        np.copyto(_bytes(target), source)
-    else:
-        target.copy_(torch.from_numpy(source.copy()).view(target.dtype).view(target.shape))
+def _overlap(tensors: Iterable[Tensor]) -> bool:
+    """Whether any two of them may share memory."""
+    spans = sorted((t.data_ptr(), _extent(t)) for t in tensors if t.numel())
+    return any(start + nbytes > following for (start, nbytes), (following, _) in itertools.pairwise(spans))
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from its first to behind its last element; strides are never negative."""
+    return (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
 
 
 def _difference(ours: ManifestEntry | None, theirs: ManifestEntry | None) -> str | None:
