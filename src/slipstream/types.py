@@ -392,7 +392,7 @@ _MAX_ARRAY_DIMS = 4
 
 def _enc_hook(obj: Any) -> Any:
     if isinstance(obj, np.ndarray):
-        return [obj.dtype.str, list(obj.shape), np.ascontiguousarray(obj).data.cast("B") if obj.size else b""]
+        return obj.dtype.str, obj.shape, obj.tobytes()  # a copy of a few KiB costs less than a view of it
     if isinstance(obj, np.generic):
         return obj.item()
     raise NotImplementedError(f"{type(obj).__name__} cannot be put into a record")
@@ -401,13 +401,20 @@ def _enc_hook(obj: Any) -> Any:
 def _dec_hook(kind: type, obj: Any) -> Any:
     if kind is np.ndarray:
         dtype, shape, data = obj
-        if np.dtype(dtype).hasobject or len(shape) > _MAX_ARRAY_DIMS:
+        known = _dtypes.get(dtype)
+        if known is None:
+            known = _dtypes[dtype] = np.dtype(dtype)
+        if known.hasobject or len(shape) > _MAX_ARRAY_DIMS:
             raise ValueError(f"array of dtype {dtype} and {len(shape)} dimensions is not allowed in a record")
-        return np.frombuffer(data, dtype=dtype).reshape(shape)  # read-only view of the message
+        array = np.ndarray(shape, known, data)  # read-only view of the message
+        if array.nbytes != len(data):
+            raise ValueError(f"{len(data)} bytes for an array of shape {shape} and dtype {dtype}")
+        return array
     raise NotImplementedError(kind)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+_dtypes: dict[str, np.dtype] = {}
 _decoders: dict[Any, msgspec.msgpack.Decoder] = {}
 
 

@@ -94,7 +94,7 @@ def test_prefixes_of_a_sample_come_back_as_one(path):
     with Ledger.open(path) as ledger:
         ledger.append(admitted(0), 1)
         for c in (chunk(0, 3), chunk(3, 2), chunk(0, 1, sample=1), chunk(5, 0, stop=StopReason.STOP)):
-            ledger.put(c, 1)
+            ledger.put([c], 1)
         ledger.commit()
         first, second = ledger.prefixes(0, lambda sample: 0)
         assert (first.sample, first.start, first.token_ids.tolist(), first.stop_reason) == (0, 0, [0, 1, 2, 3, 4], StopReason.STOP)

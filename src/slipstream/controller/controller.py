@@ -17,6 +17,7 @@ Every wait has a deadline that moves on with progress, and names what it waits f
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -104,8 +105,7 @@ class Controller:
             self._stall_s, settings.trainer.step_timeout_s, settings.evaluation.timeout_s, deadlines.LOAD_S, deadlines.CHECKPOINT_S
         )
         self._changed = asyncio.Event()
-        self._events = 0  # changes of any kind
-        self._group_events = 0  # changes that bring a batch nearer
+        self._woken_at = self._moved_at = -math.inf  # loop time of the last change of any kind, and of one that brings a batch nearer
         self._commit: asyncio.Future[None] | None = None
         self._later: asyncio.TimerHandle | None = None
 
@@ -127,7 +127,7 @@ class Controller:
             self.core.check()
             return "finished" if self.core.finished else "stopped" if self.core.stopping else None
 
-        return await self._wait(ended, lambda: f"the run does not end: {self.core.why_no_work()}", self._quiet_s, lambda: self._events)
+        return await self._wait(ended, lambda: f"the run does not end: {self.core.why_no_work()}", self._quiet_s)
 
     def settings_changed(self, changes: dict[str, Any], reason: str) -> None:
         """Record settings that are not those the run had so far: what a replay must know."""
@@ -163,7 +163,7 @@ class Controller:
 
     def wake(self) -> None:
         """Let everyone who waits look again; for changes made outside, such as a broker that lets a version go."""
-        self._events += 1
+        self._woken_at = asyncio.get_running_loop().time()
         self.core.measure_idle()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -184,15 +184,21 @@ class Controller:
             lambda: self.core.admit(room),
             lambda: f"a rollout worker with room for {room} groups gets no work: {self.core.why_no_work()}",
             self._quiet_s,
-            lambda: self._events,
         )
         self.core.measure_idle()
         self._commit_later()
         return work
 
     async def progress(self, chunks: list[PrefixChunk]) -> None:
+        """Of what is new here nobody waits for tokens, only for the slots of groups that they showed to be too old."""
+        num_live = len(self.core.state.live)
         self.core.progress(chunks)
-        await self._groups_moved()
+        self._moved_at = self._woken_at = asyncio.get_running_loop().time()
+        if len(self.core.state.live) < num_live:
+            self.wake()
+        else:
+            self.core.measure_idle()
+        await self._durable()
 
     async def interrupted(self, group_id: int, sample: int, attempt: int, num_tokens: int) -> bool:
         again = self.core.interrupted(group_id, sample, attempt, num_tokens)
@@ -209,15 +215,13 @@ class Controller:
         await self._durable()
 
     async def next_engine(self) -> str:
-        return await self._wait(
-            lambda: next(iter(self.core.state.engines), None), lambda: "no engine came into service", self._quiet_s, lambda: self._events
-        )
+        return await self._wait(lambda: next(iter(self.core.state.engines), None), lambda: "no engine came into service", self._quiet_s)
 
     async def note(self, text: str) -> None:
         self.core.observer.note(text)
 
     async def _groups_moved(self) -> None:
-        self._group_events += 1
+        self._moved_at = asyncio.get_running_loop().time()
         self.wake()
         await self._durable()
 
@@ -243,10 +247,9 @@ class Controller:
             lambda: core.serving or batch_or_end() is not None or None,
             lambda: f"no engine came into service with weights: {core.why_no_batch(step)}",
             self._quiet_s,
-            lambda: self._events,
         )
         (batch,) = await self._wait(
-            batch_or_end, lambda: f"no group made progress: {core.why_no_batch(step)}", self._stall_s, lambda: self._group_events
+            batch_or_end, lambda: f"no group made progress: {core.why_no_batch(step)}", self._stall_s, lambda: self._moved_at
         )
         if batch is not None:
             now = core.clock.now()
@@ -304,7 +307,6 @@ class Controller:
             lambda: self.core.try_weights(engine_id, incarnation, version),
             lambda: f"engine {engine_id} at version {version} gets no newer weights: {self.core.why_no_work()}",
             self._quiet_s,
-            lambda: self._events,
         )
         self._commit_later()
         return offer
@@ -316,20 +318,27 @@ class Controller:
 
     # -- waiting and durability
 
-    async def _wait(self, ready: Callable[[], T | None], reason: Callable[[], str], timeout_s: float, progress: Callable[[], int]) -> T:
-        """What `ready` gives once it is not None, asked again after every change; DeadlineExceeded when no progress comes for so long."""
-        loop = asyncio.get_running_loop()
-        seen, deadline = progress(), loop.time() + timeout_s
-        while (result := ready()) is None:
-            changed = self._changed
+    async def _wait(
+        self, ready: Callable[[], T | None], reason: Callable[[], str], timeout_s: float, progress: Callable[[], float] | None = None
+    ) -> T:
+        """What `ready` gives once it is not None, asked again after every change; DeadlineExceeded when no progress comes for so long.
+
+        `progress`: the loop time of the last one, by default of any change. The deadline is moved when it passes, not at every change.
+        """
+        progress = progress or (lambda: self._woken_at)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
             try:
-                async with asyncio.timeout_at(deadline):
-                    await changed.wait()
+                async with asyncio.timeout_at(deadline) as limit:
+                    while (result := ready()) is None:
+                        await self._changed.wait()
+                    return result
             except TimeoutError:
-                raise DeadlineExceeded(f"waited {timeout_s:.0f} s: {reason()}") from None
-            if progress() != seen:
-                seen, deadline = progress(), loop.time() + timeout_s
-        return result
+                if not limit.expired():
+                    raise  # of `ready`: the error that ends the run may be a deadline's, too
+                if progress() + timeout_s <= deadline:
+                    raise DeadlineExceeded(f"waited {timeout_s:.0f} s: {reason()}") from None
+                deadline = progress() + timeout_s
 
     async def _durable(self) -> None:
         """Return when every event so far is on disk."""

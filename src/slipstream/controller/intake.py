@@ -46,6 +46,7 @@ class Intake:
         self._unassigned: list[int] = []  # running groups that no worker has, ascending
         self._running_since: dict[int, float] = {}  # handed-out groups -> when
         self._ended_samples: dict[int, set[int]] = {}  # handed-out groups -> samples whose generation has ended
+        self._num_ended = 0  # of all those groups together
         self._cancelled: list[tuple[int, int]] = []  # (group_id, attempt) that a worker still runs and has not been told of
         self._taking_weights: set[str] = set()  # engines between two versions
         self.reassign_running()
@@ -135,6 +136,7 @@ class Intake:
         self._unassigned = sorted(g.group_id for g in self._state.live.values() if g.status is GroupStatus.RUNNING)
         self._running_since.clear()
         self._ended_samples.clear()
+        self._num_ended = 0
         self._cancelled.clear()
         self._at_rest = True
 
@@ -143,7 +145,7 @@ class Intake:
         if self.gate > 0 or not self._state.next_draw:
             return 0.0
         slots = self._config.engine.slots
-        active = self._config.rollout.num_samples * len(self._running_since) - sum(map(len, self._ended_samples.values()))
+        active = self._config.rollout.num_samples * len(self._running_since) - self._num_ended
         return max(0, slots - active) / slots
 
     def progress(self, chunks: Sequence[PrefixChunk]) -> None:
@@ -159,7 +161,7 @@ class Intake:
             end = chunk.start + len(chunk.token_ids)
             if end == 0:
                 self._note_end(chunk)  # nothing to go on from, so nothing to record
-            elif end > length or (chunk.start == length and chunk.stop_reason is not None):
+            elif end > length or (chunk.start == length and chunk.stop_reason is not None and not self._has_ended(chunk)):
                 fresh.append(chunk)
                 lengths[key] = end
         if not fresh:
@@ -167,13 +169,18 @@ class Intake:
         facts = tuple(
             (c.group_id, c.sample, c.attempt, c.start, len(c.token_ids), min((s.version for s in c.spans), default=-1)) for c in fresh
         )
-        self._journal.record(ev.PrefixesRecorded(chunks=facts), *fresh)
+        self._journal.record(ev.PrefixesRecorded(chunks=facts), fresh)
         for chunk in fresh:
             self._note_end(chunk)
 
+    def _has_ended(self, chunk: PrefixChunk) -> bool:
+        return chunk.sample in self._ended_samples.get(chunk.group_id, ())
+
     def _note_end(self, chunk: PrefixChunk) -> None:
         if chunk.stop_reason is not None and chunk.group_id in self._running_since:
-            self._ended_samples.setdefault(chunk.group_id, set()).add(chunk.sample)
+            ended = self._ended_samples.setdefault(chunk.group_id, set())
+            self._num_ended += chunk.sample not in ended
+            ended.add(chunk.sample)
 
     def interrupted(self, group_id: int, sample: int, attempt: int, num_tokens: int) -> bool:
         """New weights stopped a rollout: whether it may start anew. A second report of the same attempt gets the same answer."""
@@ -218,7 +225,7 @@ class Intake:
     def _forget(self, group_id: int) -> None:
         """The group does not run any more."""
         self._running_since.pop(group_id, None)
-        self._ended_samples.pop(group_id, None)
+        self._num_ended -= len(self._ended_samples.pop(group_id, ()))
         if group_id in self._unassigned:
             self._unassigned.remove(group_id)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from slipstream.controller import events as ev
@@ -22,13 +22,13 @@ class Journal:
         self._torn = False  # the ledger missed an event
         self._outbox: list[Callable[[], None]] = []
 
-    def record(self, event: ev.Event, *data: Group | PrefixChunk | EvalResult) -> None:
+    def record(self, event: ev.Event, data: Group | Sequence[PrefixChunk] | EvalResult | None = None) -> None:
         """Apply the event and append it with the data that belongs to it; LedgerError, without effect, for an illegal one."""
         self.state = apply(self.state, event)
         with self._tearing():
             self.ledger.append(event, self.state.incarnation)
-            for record in data:
-                self.ledger.put(record, self.state.incarnation)
+            if data is not None:
+                self.ledger.put(data, self.state.incarnation)
 
     def tell(self, message: Callable[[], None]) -> None:
         """Give the observer this message once everything so far is durable."""

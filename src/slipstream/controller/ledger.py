@@ -3,7 +3,7 @@
     events       what happened, in order; the run's state is their fold
     incarnations index of the RunStarted events: which stretch of the log is alive
     groups       the records of finished groups, as the bytes that travel on the wire
-    prefixes     chunks of running rollouts
+    prefixes     chunks of running rollouts: those of one group and event in one row, under the key of its first
     batches, evaluations, versions, checkpoints
 
 An event and its data are committed together: `append` and `put` collect in one transaction, `commit` makes it durable (WAL,
@@ -16,8 +16,10 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,8 @@ CREATE TABLE versions (incarnation INTEGER NOT NULL, version INTEGER NOT NULL, p
 CREATE TABLE checkpoints (step INTEGER NOT NULL, incarnation INTEGER NOT NULL, ledger_seq INTEGER NOT NULL, checksum TEXT NOT NULL,
     seq INTEGER NOT NULL, PRIMARY KEY (step, incarnation));
 """
+_CHUNKS: Any = PrefixChunk | list[PrefixChunk]  # what a row of prefixes holds
+_group_id = attrgetter("group_id")
 DATA_TABLES = ("groups", "prefixes", "batches", "evaluations", "versions", "checkpoints")
 
 
@@ -150,12 +154,13 @@ class LedgerReader:
 
     def prefixes(self, group_id: int, attempt_of: Callable[[int], int]) -> tuple[PrefixChunk, ...]:
         """The recorded prefix of each sample that has one, merged. `attempt_of(sample)` is the attempt that runs; other chunks are dead."""
-        rows = self._rows("SELECT sample, attempt, payload FROM prefixes WHERE group_id = ? ORDER BY sample, start", group_id)
         samples: dict[int, list[PrefixChunk]] = {}
-        for sample, attempt, payload in rows:
-            if attempt == attempt_of(sample):
-                samples.setdefault(sample, []).append(decode(payload, PrefixChunk))
-        return tuple(merge_chunks(chunks) for chunks in samples.values())
+        for (payload,) in self._rows("SELECT payload FROM prefixes WHERE group_id = ?", group_id):
+            row = decode(payload, _CHUNKS)
+            for chunk in row if isinstance(row, list) else (row,):
+                if chunk.attempt == attempt_of(chunk.sample):
+                    samples.setdefault(chunk.sample, []).append(chunk)
+        return tuple(merge_chunks(chunks) for _, chunks in sorted(samples.items()))
 
     def batch(self, step: int) -> ev.BatchRecorded | None:
         payload = self._one("SELECT payload FROM batches WHERE step = ?", step)
@@ -239,17 +244,22 @@ class Ledger(LedgerReader):
                 row = {"step": point.step, "ledger_seq": point.ledger_seq, "checksum": event.weights_checksum}
                 self._replace("checkpoints", common | row)
 
-    def put(self, record: Group | PrefixChunk | EvalResult, incarnation: int) -> None:
-        """Add the data of the event just appended, as the bytes that travel on the wire."""
-        common = {"incarnation": incarnation, "seq": self._seq, "payload": encode(record)}
-        if isinstance(record, Group):
-            key = {"group_id": record.group_id, "attempt": record.attempt, "purpose": record.purpose.value, "origin": record.origin}
-            self._replace("groups", key | common)
-        elif isinstance(record, PrefixChunk):
-            key = {"group_id": record.group_id, "attempt": record.attempt, "sample": record.sample, "start": record.start}
-            self._replace("prefixes", key | common)
+    def put(self, data: Group | Sequence[PrefixChunk] | EvalResult, incarnation: int) -> None:
+        """Add the data of the event just appended, as the bytes that travel on the wire. Chunks come in order of group."""
+        common = {"incarnation": incarnation, "seq": self._seq}
+        if isinstance(data, Group):
+            key = {"group_id": data.group_id, "attempt": data.attempt, "purpose": data.purpose.value, "origin": data.origin}
+            self._replace("groups", key | common | {"payload": encode(data)})
+        elif isinstance(data, EvalResult):
+            self._replace("evaluations", {"number": data.number, "version": data.version} | common | {"payload": encode(data)})
         else:
-            self._replace("evaluations", {"number": record.number, "version": record.version} | common)
+            for _, group in groupby(data, key=_group_id):
+                self._put_chunks(list(group), common)
+
+    def _put_chunks(self, chunks: list[PrefixChunk], common: dict[str, Any]) -> None:
+        first = chunks[0]
+        key = {"group_id": first.group_id, "attempt": first.attempt, "sample": first.sample, "start": first.start}
+        self._insert("prefixes", key | common | {"payload": encode(chunks if len(chunks) > 1 else first)})
 
     def commit(self) -> None:
         """Make everything since the last commit durable. Nothing to do is free."""
@@ -294,8 +304,11 @@ class Ledger(LedgerReader):
         if not self._db.in_transaction:
             self._write("BEGIN IMMEDIATE")
 
+    def _insert(self, table: str, row: dict[str, Any], verb: str = "INSERT") -> None:
+        self._write(f"{verb} INTO {table} ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", *row.values())
+
     def _replace(self, table: str, row: dict[str, Any]) -> None:
-        self._write(f"INSERT OR REPLACE INTO {table} ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", *row.values())
+        self._insert(table, row, "INSERT OR REPLACE")
 
     def _write(self, sql: str, *values: object) -> None:
         try:
