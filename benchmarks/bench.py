@@ -74,6 +74,7 @@ class Report:
     targets: list[Target] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
+    took_s: float | None = None  # where it is not the time since `started`: of a study that was resumed
 
     def table(self, title: str, columns: Sequence[str], note: str = "") -> Table:
         table = Table(title, columns, note=note)
@@ -99,7 +100,7 @@ class Report:
                 "command": f"python benchmarks/{self.name}.py{' --short' if self.short else ''}",
                 "date": datetime.date.today().isoformat(),
                 "machine": machine(),
-                "took_s": round(time.monotonic() - self.started, 1),
+                "took_s": round(time.monotonic() - self.started if self.took_s is None else self.took_s, 1),
                 "tables": [asdict(table) for table in self.tables],
                 "targets": [asdict(target) for target in self.targets],
                 "data": self.data,

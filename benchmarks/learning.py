@@ -20,18 +20,20 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-from bench import RESULTS, start
-from study_runs import Run, run_all, say
+from bench import RESULTS, Report, start
+from learning_report import SYNC, Results, add_tables, raw
+from study_runs import ROOT, Run, recorded, run_all, say
 
 STAGES = ("lag", "smollm2", "wallclock")
 OUT = Path(__file__).parent / "out" / "learning"
+FIGURES = ROOT / "docs" / "figures"
 SEEDS = {"lag": range(5), "smollm2": range(3), "wallclock": range(5)}
 AT_A_TIME = {"lag": 2, "smollm2": 2, "wallclock": 1}
 
 # ---- settings: what differs ----------------------------------------------------------------------------------------------------
 
-SYNC = "sync"
 LAGS = (1, 4, 8, 16)
 CORRECTED_LAGS = (4, 16)
 # One of each family that recent practice uses against stale samplers; all else (advantage, aggregation) stays as it is.
@@ -91,20 +93,73 @@ def short_runs() -> list[Run]:
     return [Run("quickstart", name, 0, "quickstart.toml", LAG_TASK | settings("lag")[name] | few) for name in (SYNC, "lag4")]
 
 
+# ---- from records to tables and plots ------------------------------------------------------------------------------------------
+
+
+def recorded_results(wanted: list[Run], records: Path) -> tuple[Results, list[str]]:
+    """Setting -> seed -> record, in the order of `settings`; and the names of the runs that have none."""
+    found: dict[str, dict[int, Any]] = {}
+    missing = []
+    for run in wanted:
+        content = recorded(records, run)
+        if content is None:
+            missing.append(run.name)
+        else:
+            found.setdefault(run.setting, {})[run.seed] = content
+    order = list(dict.fromkeys(run.setting for run in wanted))
+    return {setting: found[setting] for setting in order if setting in found}, missing
+
+
+def report_stages(report: Report, records: Path, figures: Path) -> None:
+    """Tables of all stages and a figure of each that has synchronous runs."""
+    report.took_s = 0.0
+    for stage in STAGES:
+        results, missing = recorded_results(runs(stage), records)
+        add_tables(report, stage, results, missing)
+        report.data[stage] = raw(results)
+        report.took_s += sum(r["wall_s"] for seeds in results.values() for r in seeds.values()) / AT_A_TIME[stage]
+        if SYNC in results:
+            draw_stage(stage, results, figures)
+
+
+def draw_stage(stage: str, results: Results, figures: Path) -> None:
+    from learning_plots import SAMPLES, SECONDS, draw_figure
+
+    names = [name for name in settings(stage) if name != SYNC]
+    if stage == "lag":
+        by_lag = [(f"lag {k}", [n for n in names if n.partition("-")[0] == f"lag{k}"], SAMPLES) for k in CORRECTED_LAGS]
+        panels = [("without correction", [n for n in names if "-" not in n], SAMPLES), *by_lag]
+    elif stage == "smollm2":
+        panels = [("SmolLM2, exact lags", names, SAMPLES)]
+    else:
+        panels = [("by wall-clock", names, SECONDS), ("by trained samples", names, SAMPLES)]
+    draw_figure(figures / f"learning_{stage}.svg", results, panels)
+
+
+# ---- command line --------------------------------------------------------------------------------------------------------------
+
+
 def more(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stage", choices=(*STAGES, "all"), default="all", help="all: one after the other")
     parser.add_argument("--only-report", action="store_true", help="no runs: tables and plots from the records that exist")
     parser.add_argument("--work", type=Path, default=OUT, help="where run folders are while they run (default: benchmarks/out/learning)")
     parser.add_argument("--records", type=Path, default=RESULTS / "learning", help="where a record of each finished run is kept")
+    parser.add_argument("--figures", type=Path, default=FIGURES, help="where the plots go (default: docs/figures)")
 
 
 def main() -> None:
     report, options = start("learning", "Does learning survive lag?", more)
     stages = STAGES if options.stage == "all" else (options.stage,)
-    if not options.only_report:
+    if options.short:
+        run_all(short_runs(), 2, options.work, OUT / "short")
+        results, _ = recorded_results(short_runs(), OUT / "short")
+        add_tables(report, "lag", results, [])
+    elif not options.only_report:
         for stage in stages:
             say(f"stage {stage}: {len(runs(stage))} runs")
             run_all(runs(stage), AT_A_TIME[stage], options.work, options.records)
+    if not options.short:
+        report_stages(report, options.records, options.figures)
     report.finish(options.json)
 
 

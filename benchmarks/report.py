@@ -1,6 +1,6 @@
 """Puts recorded figures into the documentation: each block `<!-- figures: NAME -->` ... `<!-- end -->` is made from results/NAME.json.
 
-    python benchmarks/report.py [PAGE ...]        default: docs/performance.md
+    python benchmarks/report.py [PAGE ...]        default: docs/performance.md and docs/results.md
 
 So that no figure is copied by hand, and each stands with its command, machine and date.
 """
@@ -15,7 +15,8 @@ from typing import Any
 
 from bench import RESULTS, Table, Target
 
-PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = (DOCS / "performance.md", DOCS / "results.md")
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -49,7 +50,7 @@ def fill(text: str, results: Path) -> str:
 
 
 def main() -> None:
-    for page in map(Path, sys.argv[1:] or [str(PAGE)]):
+    for page in [Path(name) for name in sys.argv[1:]] or PAGES:
         page.write_text(fill(page.read_text(), RESULTS))
 
 

@@ -55,6 +55,10 @@ class Run:
         return [f"recipes/{self.recipe}", *(word for key, value in pairs.items() for word in (f"--{key}", value))]
 
     @property
+    def command(self) -> str:
+        return "slipstream train " + " ".join(self.arguments())
+
+    @property
     def lag(self) -> int | None:
         value = self.changes.get("weight_sync.lag")
         return None if value is None else int(value)
@@ -62,6 +66,15 @@ class Run:
 
 def record_path(records: Path, run: Run) -> Path:
     return records / f"{run.name}.json"
+
+
+def recorded(records: Path, run: Run) -> dict[str, Any] | None:
+    """The record of this run; None where there is none, or one of other settings."""
+    try:
+        found = json.loads(record_path(records, run).read_text())
+    except FileNotFoundError:
+        return None
+    return found if found["command"] == run.command else None
 
 
 # ---- one run -------------------------------------------------------------------------------------------------------------------
@@ -134,7 +147,7 @@ def record(run: Run, summary: dict[str, Any], metrics: Metrics) -> dict[str, Any
         "task": run.task,
         "setting": run.setting,
         "seed": run.seed,
-        "command": "slipstream train " + " ".join(run.arguments()),
+        "command": run.command,
         "finished": time.strftime("%Y-%m-%d"),
         "steps": summary["steps"],
         "trained_samples": summary["trained_samples"],
@@ -201,7 +214,7 @@ def _last_line(path: Path) -> str:
 
 def run_all(runs: Iterable[Run], at_a_time: int, work: Path, records: Path) -> None:
     """Run what has no record yet, in order, so many at a time. A run that keeps failing is said and left out."""
-    waiting = [(run, 1) for run in runs if not record_path(records, run).exists()]
+    waiting = [(run, 1) for run in runs if recorded(records, run) is None]
     running: list[Started] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started does not go on alone
     try:
