@@ -1,0 +1,89 @@
+"""An inference server that samples nothing: it answers with random tokens after a lognormal time. For every side of `vs_trl_async`.
+
+    python latency_server.py '{"port": 8123, "mean_s": 1.0, "sigma": 1.0, "longest": 4.0, "vocabulary": 200, "seed": 0}'
+
+The routes are those of vLLM that TRL's AsyncGRPOTrainer calls (/v1/completions, /health, /pause, /resume), /_reload for new weights, and
+/_log for who measures. Runs in the peers' environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import sys
+import time
+
+from aiohttp import web
+
+LOGPROB = -5.5  # of every token
+
+
+class LatencyServer:
+    """Latencies are drawn in the order in which requests come; mean and shape as given, cut at `longest` times the mean."""
+
+    def __init__(self, mean_s: float, sigma: float, longest: float, vocabulary: int, seed: int):
+        self._random, self._vocabulary = random.Random(seed), vocabulary
+        self._mean_s, self._sigma, self._longest_s = mean_s, sigma, longest * mean_s
+        self.started = self.finished = self.most_running = self.version = 0
+        self.first_request: float | None = None  # monotonic seconds
+        self.latency_s = 0.0  # sum
+
+    def latency(self) -> float:
+        mu = math.log(self._mean_s) - self._sigma**2 / 2
+        return min(self._longest_s, self._random.lognormvariate(mu, self._sigma))
+
+    async def complete(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        self.first_request = self.first_request or time.monotonic()
+        self.started += 1
+        self.most_running = max(self.most_running, self.started - self.finished)
+        seconds = self.latency()
+        await asyncio.sleep(seconds)
+        tokens = [self._random.randrange(self._vocabulary) for _ in range(asked["max_tokens"])]
+        self.finished += 1
+        self.latency_s += seconds
+        return web.json_response({"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": [LOGPROB] * len(tokens)}}]})
+
+    async def reload(self, request: web.Request) -> web.Response:
+        self.version += 1
+        return web.json_response({})
+
+    async def log(self, request: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "started": self.started,
+                "finished": self.finished,
+                "most_running": self.most_running,
+                "mean_latency_s": self.latency_s / max(1, self.finished),
+                "versions": self.version,
+                "since_first_s": None if self.first_request is None else time.monotonic() - self.first_request,
+            }
+        )
+
+
+async def fine(request: web.Request) -> web.Response:
+    return web.json_response({})
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    port = given.pop("port")
+    server = LatencyServer(**given)
+    app = web.Application()
+    app.add_routes(
+        [
+            web.get("/health", fine),
+            web.post("/pause", fine),
+            web.post("/resume", fine),
+            web.post("/_reload", server.reload),
+            web.post("/v1/completions", server.complete),
+            web.get("/_log", server.log),
+        ]
+    )
+    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""slipstream against TRL's `AsyncGRPOTrainer`: what asynchrony makes of samples, whichever side is the slower.
+
+    python benchmarks/vs_trl_async.py [--short] [--json PATH]
+
+Both train the same tiny model on the same prompts with the same batch (4 groups of 4), and both have the same HTTP server sample: an answer
+of random tokens comes after a lognormal time (sigma 1, cut at 4 times the mean). Every training step is made 0.2 s longer, asleep, so that
+what is compared is who waits for whom. The server's mean time is set so that the rollouts that may be in flight come at 0.25 .. 4 times the
+speed at which the trainer would take them.
+
+Limits are equal on both sides and TRL's defaults: 64 requests in flight (4 batches), samples at most 4 versions old. The rest is as each
+library ships it: TRL queues up to 1024 samples and drops what is too old when it comes to it; slipstream admits (4 + 1) x 4 groups until
+they are trained, and masks a rollout that is too old.
+
+slipstream runs its local launcher, with an engine process that asks the server (`http_engine.py`) and a trainer that sleeps
+(`http_roles.py`). TRL runs its own rollout worker and trainer, with four replacements without which it does not run on a CPU (`peers/trl_async.py`). TRL's
+samples get the version that was live when their group began, slipstream's the one that was live when each rollout was asked for.
+
+A side is given the same number of seconds from its first request on. Trained samples are those of the steps that ended by then; of the
+samples that the server has answered, those neither trained nor dropped are listed apart, as waiting. The bound is the slower side's speed:
+the trainer's batch per 0.2 s, or the rollouts in flight per mean time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from bench import Report, start
+from peers.environment import peer_python
+from turns import Program
+
+HERE = Path(__file__).parent
+OUT = HERE / "out" / "vs_trl_async"
+GROUPS, GROUP_SIZE, NEW_TOKENS, STEP_S, LEARNING_RATE = 4, 4, 16, 0.2, 1e-4
+IN_FLIGHT, MAX_STALENESS = 64, 4
+SIGMA, LONGEST, VOCABULARY = 1.0, 4.0, 200
+SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0)  # generator over trainer
+SHORT_SPEEDS = (0.25, 1.0, 4.0)
+START_S = 180.0  # until the first request
+MANY = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One side at one speed. Samples, but for `steps` and `seconds`."""
+
+    seconds: float
+    steps: int
+    trained: int
+    dropped: int  # too old, dropped or masked
+    answered: int  # by the server
+    most_running: int
+
+    @property
+    def rate(self) -> float:
+        return self.trained / self.seconds
+
+    @property
+    def trained_share(self) -> float:
+        """Of those that are no longer waiting."""
+        return self.trained / max(1, self.trained + self.dropped)
+
+    @property
+    def waiting(self) -> int:
+        """Answered, and neither trained nor dropped when the time was up."""
+        return self.answered - self.trained - self.dropped
+
+
+def mean_latency_s(speed: float) -> float:
+    """Of a request, so that IN_FLIGHT of them come at `speed` times the trainer's speed.
+
+    >>> IN_FLIGHT / mean_latency_s(2.0) / (GROUPS * GROUP_SIZE / STEP_S)
+    2.0
+    """
+    return IN_FLIGHT / (speed * GROUPS * GROUP_SIZE / STEP_S)
+
+
+def bound(speed: float) -> float:
+    """Samples per second at most: of the trainer, or of the rollouts in flight.
+
+    >>> bound(0.25), bound(4.0)
+    (20.0, 80.0)
+    """
+    return min(1.0, speed) * GROUPS * GROUP_SIZE / STEP_S
+
+
+def main() -> None:
+    report, options = start("vs_trl_async", __doc__.splitlines()[0])
+    python = peer_python()
+    shutil.rmtree(OUT, ignore_errors=True)
+    OUT.mkdir(parents=True)
+    subprocess.run([str(python), str(HERE / "peers" / "tiny_model.py"), str(OUT / "tiny")], check=True, timeout=START_S)
+    rows = [{"prompt": [{"role": "user", "content": f"say a {i}"}]} for i in range(64)]
+    (OUT / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    speeds, seconds = (SHORT_SPEEDS, 12.0) if options.short else (SPEEDS, 20.0)
+    outcomes = {speed: {side: measure(side, speed, seconds, python) for side in ("trl", "slipstream")} for speed in speeds}
+    tell(report, outcomes)
+    report.finish(options.json)
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------------------
+
+
+def measure(side: str, speed: float, seconds: float, python: Path) -> Outcome:
+    folder = OUT / f"{side}-{speed:g}"
+    folder.mkdir()
+    port = _free_port()
+    with ExitStack() as stack:
+        server = {"mean_s": mean_latency_s(speed), "sigma": SIGMA, "longest": LONGEST, "vocabulary": VOCABULARY, "seed": 0, "port": port}
+        command = [str(python), str(HERE / "peers" / "latency_server.py"), json.dumps(server)]
+        stack.callback(Program("server", command, folder / "server.log").close)
+        program = (_trl if side == "trl" else _slipstream)(folder, f"http://127.0.0.1:{port}", python)
+        stack.callback(program.close)
+        _until_first_request(port, program)
+        steps = program.collect(seconds)
+        log = _log(port)
+    outcome = _outcome(side, steps, log)
+    print(f"{time.strftime('%H:%M:%S')} speed {speed:g}, {side}: {outcome.rate:.1f} samples/s", file=sys.stderr, flush=True)
+    return outcome
+
+
+def _outcome(side: str, steps: list[dict[str, Any]], log: dict[str, Any]) -> Outcome:
+    if side == "trl":
+        trained, dropped = (steps[-1]["trained"], steps[-1]["dropped"]) if steps else (0, 0)
+    else:  # every rollout has NEW_TOKENS tokens, of one version
+        trained = sum(s["num_loss_tokens"] for s in steps) // NEW_TOKENS
+        dropped = sum(s["masked_stale_tokens"] for s in steps) // NEW_TOKENS
+    return Outcome(log["since_first_s"], len(steps), trained, dropped, log["finished"], log["most_running"])
+
+
+def _trl(folder: Path, url: str, python: Path) -> Program:
+    given = {
+        "url": url,
+        "model": str(OUT / "tiny"),
+        "rows": str(OUT / "rows.jsonl"),
+        "output": str(folder / "out"),
+        "step_s": STEP_S,
+        "steps": MANY,
+        "groups": GROUPS,
+        "group_size": GROUP_SIZE,
+        "new_tokens": NEW_TOKENS,
+        "learning_rate": LEARNING_RATE,
+        "in_flight": IN_FLIGHT,
+        "max_staleness": MAX_STALENESS,
+    }
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return Program("trl", [str(python), str(HERE / "peers" / "trl_async.py"), json.dumps(given)], folder / "trl.log", env)
+
+
+def _slipstream(folder: Path, url: str, python: Path) -> Program:
+    run = {
+        "launch": "local",
+        "run": {"folder": str(folder / "run")},
+        "model": {"name": str(OUT / "tiny")},
+        "data": {"train": str(OUT / "rows.jsonl")},
+        "reward": [{"function": f"{HERE / 'peers' / 'count_a.py'}:count_a"}],
+        "rollout": {"group_size": GROUP_SIZE, "max_new_tokens": NEW_TOKENS},
+        "engine": {"slots": IN_FLIGHT, "max_context": 128},
+        "buffer": {"max_staleness": MAX_STALENESS},
+        "trainer": {"steps": MANY, "groups_per_step": GROUPS, "learning_rate": LEARNING_RATE},
+        "checkpoint": {"every": MANY},
+    }
+    (folder / "run.toml").write_text(tomli_w.dumps(run))
+    command = [sys.executable, str(HERE / "http_roles.py"), "--train", str(folder / "run.toml")]
+    env = {**os.environ, "VS_TRL_URL": url, "VS_TRL_STEP_S": str(STEP_S)}
+    return Program("slipstream", command, folder / "slipstream.log", env)
+
+
+def _free_port() -> int:
+    with socket.socket() as any_port:
+        any_port.bind(("127.0.0.1", 0))
+        return int(any_port.getsockname()[1])
+
+
+def _until_first_request(port: int, program: Program) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        try:
+            if _log(port)["since_first_s"] is not None:
+                return
+        except OSError:
+            pass  # the server is still starting
+        program.check()
+    raise RuntimeError(f"{program.name} asked for nothing within {START_S:.0f} s; its log is {program.log}")
+
+
+def _log(port: int) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/_log", timeout=10) as answer:
+        return json.load(answer)
+
+
+# ---- telling ---------------------------------------------------------------------------------------------------------------------
+
+
+def tell(report: Report, outcomes: dict[float, dict[str, Outcome]]) -> None:
+    rates = report.table(
+        "Trained samples per second, by the generator's speed over the trainer's",
+        ("speed", "mean latency s", "bound", "TRL", "slipstream", "slipstream / TRL", "of the bound"),
+    )
+    shares = report.table(
+        "What became of the samples that the server answered",
+        ("speed", "side", "answered", "trained", "too old", "waiting", "trained share", "most in flight"),
+        "Trained share: of those that are no longer waiting. Waiting, at the end: in a queue, or in a group that is not whole.",
+    )
+    for speed, sides in outcomes.items():
+        trl, ours = sides["trl"], sides["slipstream"]
+        ratio = ours.rate / trl.rate if trl.rate else float("inf")
+        figures = (mean_latency_s(speed), bound(speed), trl.rate, ours.rate)
+        cells = (f"{speed:g}", *(f"{value:.3g}" for value in figures), f"{ratio:.2f}", f"{ours.rate / bound(speed):.2f}")
+        rates.rows.append(cells)
+        for name, side in (("TRL", trl), ("slipstream", ours)):
+            counts = (side.answered, side.trained, side.dropped, side.waiting)
+            shares.rows.append((f"{speed:g}", name, *map(str, counts), f"{side.trained_share:.3f}", str(side.most_running)))
+        report.at_least(f"generator {speed:g}x: slipstream / TRL, trained samples/s", ratio, 1.0, "x")
+        report.data[f"{speed:g}"] = {
+            name: {"seconds": s.seconds, "steps": s.steps, "trained": s.trained, "dropped": s.dropped, "answered": s.answered}
+            for name, s in sides.items()
+        }
+
+
+if __name__ == "__main__":
+    main()

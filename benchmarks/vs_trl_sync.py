@@ -1,0 +1,257 @@
+"""slipstream against TRL's `GRPOTrainer`, the same training on the same two CPU threads.
+
+    python benchmarks/vs_trl_sync.py [--short] [--json PATH] [--cases NAME ...]
+
+SmolLM2-135M (the same float32 bytes), sums of two one-digit numbers from reasoning-gym, 4 prompts x 8 rollouts a step, temperature 1, the
+clipped loss with the mean over all tokens of the batch (TRL: loss_type="dapo", beta=0), clip 0.2, group mean and deviation, AdamW at 2e-5
+without decay, gradient clip 1. Groups without variance are trained on every side. Two threads in all:
+
+    trl     TRL 1.16.0 GRPOTrainer, transformers' `generate`, both with 2 threads
+    sync    slipstream, max_staleness = 0, launch = "inline": one process whose engine and trainer take turns, so each has both threads
+    async   slipstream, max_staleness = 1, launch = "local": engine and trainer side by side, one thread each
+
+Cases: at most 24 new tokens after a short prompt, after one of about 290 tokens (seven worked examples), and exactly 256 new tokens. For
+the last one every side is given an end token that is never sampled. Checksums, ledger and versions are on.
+
+Method: the three programs take turns (`turns.py`), a few steps each, in an order that turns by one every round; the first step of each is
+not counted. A figure is samples / seconds of a turn, a ratio the median of the rounds' ratios. The bound beside it is what computing each
+prompt once can give (`sharing_bounds.py`): what goes beyond it comes from elsewhere, no padding and less overhead. The short form has the
+first case alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import reasoning_gym
+import tomli_w
+from bench import Report, paired_ratio, spread, start
+from peers.chain_sum import messages
+from peers.environment import peer_python
+from sharing_bounds import Shape
+from smollm2 import BODY_PARAMETERS, HEAD_PARAMETERS, endless_folder, model_folder
+from turns import Program, Turn
+
+HERE = Path(__file__).parent
+OUT = HERE / "out" / "vs_trl_sync"
+GROUPS, GROUP_SIZE, THREADS, LEARNING_RATE = 4, 8, 2, 2e-5
+ROUNDS = 3
+STEP_DEADLINE_S = 1500.0  # the first one holds the start, too
+MANY = 10_000  # steps: the programs are ended, they do not end
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    title: str
+    new_tokens: int
+    examples: int  # worked ones before the question
+    endless: bool  # every completion has `new_tokens` tokens
+    turn_steps: int  # in the long form
+    rows_per_pass: int  # of TRL, which is the faster or the only one that fits
+    wanted: float  # times TRL's samples per second
+
+
+CASES = (
+    Case("short", "24 new tokens", 24, 0, False, 2, 32, 3.0),
+    Case("examples", "24 new tokens, long prompt", 24, 7, False, 1, 8, 3.0),
+    Case("long", "256 new tokens", 256, 0, True, 1, 8, 1.7),
+)
+SIDES = ("trl", "sync", "async")
+
+
+def main() -> None:
+    report, options = start("vs_trl_sync", __doc__.splitlines()[0], _options)
+    cases = [case for case in CASES if case.name in (options.cases or [c.name for c in (CASES[:1] if options.short else CASES)])]
+    python = peer_python()
+    results = {}
+    for case in cases:
+        folder = OUT / case.name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        results[case.name] = measure(case, folder, python, options.rounds, 1 if options.short else case.turn_steps)
+    tell(report, cases, results)
+    report.finish(options.json)
+
+
+def _options(parser: Any) -> None:
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="only these")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns that each side has")
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------------------
+
+
+def measure(case: Case, folder: Path, python: Path, rounds: int, turn_steps: int) -> dict[str, list[Turn]]:
+    """The turns of each side, its first step left out."""
+    model = endless_folder() if case.endless else model_folder()
+    rows, num_prompt_tokens = _rows(case, folder / "rows.jsonl", model)
+    turns: dict[str, list[Turn]] = {side: [] for side in SIDES}
+    with ExitStack() as stack:
+        programs: dict[str, Program] = {}
+        for side in SIDES:
+            programs[side] = _start(side, case, folder, model, rows, num_prompt_tokens, python)
+            stack.callback(programs[side].close)
+            _say(case, side, "first step", programs[side].turn(1, STEP_DEADLINE_S))
+        for turn in range(rounds):
+            first = turn % len(SIDES)
+            for side in SIDES[first:] + SIDES[:first]:
+                turns[side].append(programs[side].turn(turn_steps, STEP_DEADLINE_S))
+                _say(case, side, f"turn {turn + 1}", turns[side][-1])
+    return turns
+
+
+def _say(case: Case, side: str, what: str, turn: Turn) -> None:
+    each = turn.wall_s / len(turn.steps)
+    print(
+        f"{time.strftime('%H:%M:%S')} {case.name} {side}: {what}, {each:.1f} s a step, {turn.cpu_s:.1f} s of CPU",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _rows(case: Case, path: Path, model: Path) -> tuple[Path, int]:
+    """Writes the rows that all sides read; the longest prompt's tokens."""
+    from slipstream.config.settings import ModelSettings
+    from slipstream.models.loading import load_tokenizer
+
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    data = list(reasoning_gym.create_dataset("chain_sum", size=200 + case.examples, seed=1, **options))
+    examples, asked = data[: case.examples], data[case.examples :]
+    rows = [{"prompt": messages(row, examples), "answer": row["answer"]} for row in asked]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer, _ = load_tokenizer(ModelSettings(name=str(model)))
+    texts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
+    return path, max(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+
+
+def _start(side: str, case: Case, folder: Path, model: Path, rows: Path, num_prompt_tokens: int, python: Path) -> Program:
+    if side == "trl":
+        given = {
+            "model": str(model),
+            "rows": str(rows),
+            "output": str(folder / "trl"),
+            "steps": MANY,
+            "threads": THREADS,
+            "groups": GROUPS,
+            "group_size": GROUP_SIZE,
+            "rows_per_pass": case.rows_per_pass,
+            "new_tokens": case.new_tokens,
+            "learning_rate": LEARNING_RATE,
+        }
+        command = [str(python), str(HERE / "peers" / "trl_sync.py"), json.dumps(given)]
+    else:
+        run_file = folder / f"{side}.toml"
+        run_file.write_text(tomli_w.dumps(_settings(side, case, folder, model, rows, num_prompt_tokens)))
+        command = [sys.executable, str(HERE / "step_lines.py"), str(run_file)]
+    env = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    return Program(side, command, folder / f"{side}.log", {**env, "OMP_NUM_THREADS": str(THREADS), "TOKENIZERS_PARALLELISM": "false"})
+
+
+def _settings(side: str, case: Case, folder: Path, model: Path, rows: Path, num_prompt_tokens: int) -> dict[str, Any]:
+    """The run file; what it does not name is as shipped."""
+    sync = side == "sync"
+    threads = THREADS if sync else THREADS // 2
+    return {
+        "launch": "inline" if sync else "local",
+        "run": {"folder": str(folder / f"{side}-run")},
+        "model": {"name": str(model)},
+        "data": {"train": str(rows)},
+        "reward": [{"function": f"{HERE / 'peers' / 'chain_sum.py'}:score"}],
+        "rollout": {"group_size": GROUP_SIZE, "max_new_tokens": case.new_tokens, "temperature": 1.0},
+        "engine": {"threads": threads, "max_context": max(16, num_prompt_tokens + case.new_tokens)},
+        "buffer": {"max_staleness": 0 if sync else 1},
+        "trainer": {"steps": MANY, "groups_per_step": GROUPS, "learning_rate": LEARNING_RATE, "threads": threads},
+        "loss": {"preset": "grpo"},  # TRL calls it dapo with epsilon_high = epsilon: clipped ratio, mean over the batch's tokens
+        "checkpoint": {"every": MANY},
+    }
+
+
+# ---- telling ---------------------------------------------------------------------------------------------------------------------
+
+
+def tell(report: Report, cases: list[Case], results: dict[str, dict[str, list[Turn]]]) -> None:
+    work = report.table(
+        "Work of a step (means)",
+        ("case", "side", "prompt tokens", "new tokens a sample", "through the trainer", "of them distinct", "CPU s", "reward"),
+        "Through the trainer: tokens of one forward and backward pass, padding included. Reward: mean over the counted steps, from the "
+        "same start; so few steps compare no learning.",
+    )
+    speed = report.table(
+        "Trained samples per second, median [least, most]",
+        ("case", "TRL", "sync", "async", "sync / TRL", "async / TRL", "async / sync"),
+        "Ratios are medians of the rounds' ratios.",
+    )
+    bounds = report.table(
+        "What sharing the prompt can give at most",
+        ("case", "P", "R", "training", "generation", "step", "sync / TRL", "async / TRL", "GFLOP/s TRL", "sync", "async"),
+        "Times as many samples, by FLOPs: each prompt once a group instead of once a rollout. GFLOP/s counts the matrices of the tokens "
+        "that each side computes.",
+    )
+    for case in cases:
+        turns = results[case.name]
+        figures = {side: facts(side, turns[side]) for side in SIDES}
+        rates = {side: [f / t.wall_s for f, t in zip(figures[side]["samples"], turns[side], strict=True)] for side in SIDES}
+        ratio = {"sync": paired_ratio(rates["sync"], rates["trl"]), "async": paired_ratio(rates["async"], rates["trl"])}
+        own = paired_ratio(rates["async"], rates["sync"])
+        for side in SIDES:
+            f = figures[side]
+            cells = (f["prompt"], f["new"], f["forwarded"], f["distinct"], f["cpu_s"])
+            work.rows.append((case.title, side, *(f"{value:.0f}" for value in cells), f"{f['reward']:.2f}"))
+        speed.rows.append(
+            (case.title, *(spread(rates[side]) for side in SIDES), f"{ratio['sync']:.2f}", f"{ratio['async']:.2f}", f"{own:.2f}")
+        )
+        shape = Shape(figures["trl"]["prompt"], figures["trl"]["new"], GROUP_SIZE, BODY_PARAMETERS, HEAD_PARAMETERS)
+        gains = (shape.training, shape.generation, shape.step, ratio["sync"], ratio["async"])
+        flops = (f"{_gflops(figures[side], statistics.median(rates[side]), shared=side != 'trl'):.0f}" for side in SIDES)
+        bounds.rows.append((case.title, f"{shape.prompt:.0f}", f"{shape.new:.0f}", *(f"{gain:.2f}" for gain in gains), *flops))
+        report.data[case.name] = {
+            side: {**figures[side], "wall_s": [t.wall_s for t in turns[side]], "cpu_each_s": [t.cpu_s for t in turns[side]]}
+            for side in SIDES
+        }
+        for side in ("sync", "async"):
+            report.at_least(f"{case.title}: {side} / TRL", ratio[side], case.wanted, "x")
+        report.at_least(f"{case.title}: async / sync", own, 1.0, "x")
+
+
+def facts(side: str, turns: list[Turn]) -> dict[str, Any]:
+    """What a side's steps were made of: means over its counted steps."""
+    steps = [step for turn in turns for step in turn.steps]
+    samples = GROUPS * GROUP_SIZE
+    if side == "trl":
+        prompt = statistics.fmean(s["prompt_tokens"] for s in steps) / samples
+        new = statistics.fmean(s["completion_tokens"] for s in steps) / samples
+        forwarded = statistics.fmean(s["padded_tokens"] for s in steps)
+        rewards = [s["reward"] for s in steps]
+    else:
+        new = statistics.fmean(s["num_loss_tokens"] for s in steps) / samples
+        forwarded = statistics.fmean(s["packed_tokens"] for s in steps)
+        prompt = (forwarded - samples * (new - 1)) / GROUPS  # no rollout's last token is read by anybody, so it is not packed
+        rewards = [s["reward_mean"] for s in steps]
+    return {
+        "samples": [samples * len(turn.steps) for turn in turns],
+        "prompt": prompt,
+        "new": new,
+        "forwarded": forwarded,
+        "distinct": GROUPS * prompt + samples * new if side == "trl" else forwarded,
+        "cpu_s": sum(turn.cpu_s for turn in turns) / len(steps),
+        "reward": statistics.fmean(rewards),
+    }
+
+
+def _gflops(figures: dict[str, Any], samples_per_s: float, *, shared: bool) -> float:
+    shape = Shape(figures["prompt"], figures["new"], GROUP_SIZE, BODY_PARAMETERS, HEAD_PARAMETERS)
+    return shape.operations(shared=shared) / GROUP_SIZE * samples_per_s / 1e9
+
+
+if __name__ == "__main__":
+    main()
