@@ -72,6 +72,7 @@ class Report:
     short: bool
     tables: list[Table] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
+    figures: dict[str, str] = field(default_factory=dict)  # caption -> file in docs/figures
     data: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     took_s: float | None = None  # where it is not the time since `started`: of a study that was resumed
@@ -101,6 +102,7 @@ class Report:
                 "date": datetime.date.today().isoformat(),
                 "machine": machine(),
                 "took_s": round(time.monotonic() - self.started if self.took_s is None else self.took_s, 1),
+                "figures": self.figures,
                 "tables": [asdict(table) for table in self.tables],
                 "targets": [asdict(target) for target in self.targets],
                 "data": self.data,

@@ -30,6 +30,12 @@ STAGES = ("lag", "smollm2", "wallclock")
 OUT = Path(__file__).parent / "out" / "learning"
 FIGURES = ROOT / "docs" / "figures"
 SEEDS = {"lag": range(5), "smollm2": range(3), "wallclock": range(5)}
+FIGURE_NAMES = {stage: f"learning_{stage}.svg" for stage in STAGES}
+CAPTIONS = {
+    "lag": "Sort four digits: reward against trained samples at fixed lags",
+    "smollm2": "SmolLM2: reward against trained samples at fixed lags",
+    "wallclock": "Local launcher: asynchronous against synchronous, by wall-clock and by samples",
+}
 AT_A_TIME = {"lag": 2, "smollm2": 2, "wallclock": 1}
 
 # ---- settings: what differs ----------------------------------------------------------------------------------------------------
@@ -119,10 +125,12 @@ def report_stages(report: Report, records: Path, figures: Path) -> None:
         report.data[stage] = raw(results)
         report.took_s += sum(r["wall_s"] for seeds in results.values() for r in seeds.values()) / AT_A_TIME[stage]
         if SYNC in results:
-            draw_stage(stage, results, figures)
+            draw_stage(stage, results, figures / FIGURE_NAMES[stage])
+            report.figures[CAPTIONS[stage]] = FIGURE_NAMES[stage]
 
 
-def draw_stage(stage: str, results: Results, figures: Path) -> None:
+def draw_stage(stage: str, results: Results, path: Path) -> None:
+    """The stage's settings beside the synchronous one, in panels that hold at most five curves."""
     from learning_plots import SAMPLES, SECONDS, draw_figure
 
     names = [name for name in settings(stage) if name != SYNC]
@@ -133,7 +141,7 @@ def draw_stage(stage: str, results: Results, figures: Path) -> None:
         panels = [("SmolLM2, exact lags", names, SAMPLES)]
     else:
         panels = [("by wall-clock", names, SECONDS), ("by trained samples", names, SAMPLES)]
-    draw_figure(figures / f"learning_{stage}.svg", results, panels)
+    draw_figure(path, results, panels)
 
 
 # ---- command line --------------------------------------------------------------------------------------------------------------

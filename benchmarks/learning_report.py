@@ -12,7 +12,6 @@ from study_statistics import (
     SAMPLES,
     SECONDS,
     SOLVED,
-    Interval,
     Rows,
     censored_median,
     first_reached,
@@ -41,9 +40,9 @@ def rows(record: Record) -> Rows:
 
 
 def title(setting: str) -> str:
-    """lag4-tis -> lag 4, tis; staleness2 -> max_staleness 2."""
+    """lag4-tis -> lag 4 + tis; staleness2 -> max_staleness 2."""
     name, _, correction = setting.replace("staleness", "max_staleness ").replace("lag", "lag ").partition("-")
-    return f"{name}, {correction}" if correction else name
+    return f"{name} + {correction}" if correction else name
 
 
 def per_seed(records: Mapping[int, Record], value: Callable[[Rows], float]) -> dict[int, float]:
@@ -51,12 +50,10 @@ def per_seed(records: Mapping[int, Record], value: Callable[[Rows], float]) -> d
 
 
 def difference(records: Mapping[int, Record], base: Mapping[int, Record], value: Callable[[Rows], float]) -> str:
-    """`records` - `base`, and whether that is a difference."""
+    """`records` - `base` paired by seed, and whether that is a difference; empty where they share no seed."""
     found = paired(per_seed(records, value), per_seed(base, value))
-    return "" if found is None else _called(found)
-
-
-def _called(found: Interval) -> str:
+    if found is None:
+        return ""
     word = ("higher" if found.mean > 0 else "lower") if found.excludes_zero() else "no"
     return f"{found.text(sign=True)}, {word}"
 
@@ -95,7 +92,8 @@ def outcome_table(report: Report, stage: str, results: Results, missing: Sequenc
                 str(sum(has_not_learned(rows(record)) for record in records.values())),
             )
         )
-    table.note = f"{solve_note(sync, solve)} {missing_note(missing)}"
+    words = (called_note("result", table.rows, 5), called_note("mean of all evaluations", table.rows, 6))
+    table.note = " ".join((*words, solve_note(sync, solve), missing_note(missing)))
 
 
 def correction_table(report: Report, results: Results) -> None:
@@ -212,6 +210,13 @@ def solve_note(sync: Mapping[int, Record], solve: float | None) -> str:
         f"The synchronous runs come to {SOLVED:g} of their result after {solve:.0f} steps (median); a lag is tested if that is at least "
         f"{LAGS_TO_SOLVE} times the lag, here up to {solve / LAGS_TO_SOLVE:.0f}."
     )
+
+
+def called_note(what: str, cells: Sequence[Sequence[str]], column: int) -> str:
+    """The settings whose difference is called one, in words: `Lower than sync in the result: lag 8, lag 16.`"""
+    words = {word: [row[0] for row in cells if row[column].endswith(f", {word}")] for word in ("lower", "higher")}
+    said = [f"{word.capitalize()} than sync in the {what}: {', '.join(names)}." for word, names in words.items() if names]
+    return " ".join(said) or f"No setting differs from sync in the {what}."
 
 
 def missing_note(missing: Sequence[str]) -> str:

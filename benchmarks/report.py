@@ -21,8 +21,9 @@ BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def rendered(record: dict[str, Any]) -> str:
-    """Tables, targets, and how they came to be."""
-    parts = [Table(**table).markdown() for table in record["tables"]]
+    """Figures, tables, targets, and how they came to be."""
+    parts = [f"![{caption}](figures/{name})" for caption, name in record.get("figures", {}).items()]
+    parts += [Table(**table).markdown() for table in record["tables"]]
     if record["targets"]:
         goals = Table("Targets", ("what", "wanted", "measured", ""))
         for fields in record["targets"]:

@@ -217,6 +217,12 @@ def test_course_is_of_ten_steps_each() -> None:
     assert rows[0][2] is None, "a number that no line has"
 
 
+def test_differences_in_words() -> None:
+    cells = [("lag 1", "-0.1 ± 0.2, no"), ("lag 4", "-0.3 ± 0.2, lower"), ("lag 8", "-0.4 ± 0.2, lower"), ("sync", "")]
+    assert learning_report.called_note("result", cells, 1) == "Lower than sync in the result: lag 4, lag 8."
+    assert learning_report.called_note("result", cells[:1], 1) == "No setting differs from sync in the result."
+
+
 def test_tables_of_an_incomplete_study_name_what_is_missing() -> None:
     from bench import Report  # benchmarks/ is on the path
 
