@@ -108,8 +108,8 @@ def finish_run(started: Started, records: Path) -> str | None:
     """Write the record of a run that has ended and remove its folder. Returns why there is none, else None."""
     run, folder = started.run, started.folder
     if started.process.returncode:
-        return f"exit code {started.process.returncode}: {_last_line(folder / ERR)}"
-    summary = json.loads(_last_line(folder / OUT))
+        return f"exit code {started.process.returncode}: {' '.join(_last_lines(folder / ERR, 2))}"
+    summary = json.loads(_last_lines(folder / OUT, 1)[0])
     metrics = read_metrics(folder / "run")
     wrong = flaw(run, summary, metrics)
     if wrong is None:
@@ -204,9 +204,8 @@ def write_record(path: Path, content: dict[str, Any]) -> None:
     draft.replace(path)
 
 
-def _last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no output"
+def _last_lines(path: Path, count: int) -> list[str]:
+    return path.read_text(errors="replace").strip().splitlines()[-count:] or ["no output"]
 
 
 # ---- many --------------------------------------------------------------------------------------------------------------------
