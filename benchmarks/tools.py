@@ -1,0 +1,133 @@
+"""Rollouts that wait for a tool: asynchronous against synchronous, in wall-clock.
+
+    python benchmarks/tools.py [--short] [--json PATH]
+
+Whole runs, as a person starts them: `slipstream.train`, a process per role, the tool environment with a Python function as its tool, a
+small real model (`tool_caller.py`) that is sampled and trained, ledger and checksums on. In every rollout the model calls the tool once
+and then answers; a call sleeps a lognormal time of mean 1 s (`slow_tool.py`). Defaults otherwise: 4 groups of 8 rollouts per step.
+
+A rollout that waits for its tool counts against `engine.slots`, since it will come back with tokens that age. So the defaults' 32 slots
+hold one batch, and an asynchronous run has its own rows with (S+1) batches of slots.
+
+Bound, from the same draws (`overlap_bounds.staleness_bound`): rollout i takes its sleep at least, a step what it took at the median,
+tokens nothing, and every admitted rollout starts at once. In a synchronous run a step takes the longest sleep of its 32 and the step's own
+time; with max_staleness S the sleeps of S further batches pass at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import slow_tool
+from bench import start
+from overlap_bounds import staleness_bound
+from tool_caller import MAX_NEW_TOKENS, tool_caller
+
+import slipstream
+from slipstream.config import Config
+from slipstream.config.arithmetic import pull_window
+
+TOOL = Path(slow_tool.__file__)
+ALL_AT_ONCE = 1 << 20  # slots
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    max_staleness: int
+    slots: int
+
+    @property
+    def name(self) -> str:
+        return "sync" if self.max_staleness == 0 else f"async, η = {self.max_staleness}"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    metrics: dict[str, Any]  # of the run's summary
+    step_s: float  # median of a step and its publication
+    sleeps: list[float]  # of each call that ended
+    bound_s: float  # seconds of the whole run at least
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.metrics["trained_samples_per_s"]
+
+
+def run(setting: Setting, steps: int, model: Path) -> Measured:
+    lines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="tools-") as folder:
+        calls = Path(folder) / "calls.txt"
+        os.environ["TOOL_CALLS"] = str(calls)
+        config = Config.model_validate(
+            {
+                "run": {"folder": f"{folder}/run"},
+                "model": {"name": str(model)},
+                "reward": [{"function": f"{TOOL}:last_line"}],
+                "rollout": {"environment": "tools", "tools": [f"{TOOL}:wait"], "max_turns": 2, "max_new_tokens": MAX_NEW_TOKENS},
+                "engine": {"slots": setting.slots},
+                "buffer": {"max_staleness": setting.max_staleness},
+                "trainer": {"steps": steps},
+            }
+        )
+        metrics = slipstream.train(config, on_step=lines.append).metrics
+        sleeps = [float(end) - float(began) for _, began, end in map(str.split, calls.read_text().splitlines())]
+    step_s = statistics.median(line["step_s"] + line["publish_s"] for line in lines)
+    return Measured(metrics, step_s, sleeps, bound(config, steps, step_s))
+
+
+def bound(config: Config, steps: int, step_s: float) -> float:
+    """Seconds of the run at least."""
+    shape = (steps * config.trainer.groups_per_step, config.rollout.group_size)
+    sleeps = slow_tool.drawn_seconds()[: shape[0] * shape[1]].reshape(shape)
+    window = pull_window(config)
+    assert window is not None, "the default window is a number"
+    return staleness_bound(sleeps, config.trainer.groups_per_step, ALL_AT_ONCE, step_s, config.buffer.max_staleness, window)
+
+
+def main() -> None:
+    report, options = start("tools", "Rollouts that wait for tools: asynchronous against synchronous")
+    defaults, steps = Config(), 5 if report.short else 14
+    batch, slots = defaults.trainer.groups_per_step * defaults.rollout.group_size, defaults.engine.slots
+    settings = [
+        Setting(0, slots),
+        Setting(1, slots),
+        *([] if report.short else [Setting(1, 2 * batch), Setting(2, slots)]),
+        Setting(2, 3 * batch),
+    ]
+    model = tool_caller()
+    results = {setting: run(setting, steps, model) for setting in settings}
+    sync = results[settings[0]]
+    table = report.table(
+        f"{steps} steps of {batch} rollouts, each with one call of mean {slow_tool.MEAN_S:g} s (σ = {slow_tool.SIGMA:g})",
+        ("", "slots", "samples/s", "bound", "% of it", "x sync", "bound of that", "trainer idle %", "mean staleness", "step s"),
+        "samples/s: from the first admission on. bound of that: what this run could do at best beside the synchronous one as measured.",
+    )
+    for setting, m in results.items():
+        possible = steps * batch / m.bound_s
+        table.rows.append(
+            (
+                setting.name,
+                str(setting.slots),
+                f"{m.samples_per_s:.2f}",
+                f"{possible:.2f}",
+                f"{100 * m.samples_per_s / possible:.0f}",
+                f"{m.samples_per_s / sync.samples_per_s:.2f}",
+                f"{possible / sync.samples_per_s:.2f}",
+                f"{100 * m.metrics['trainer_idle_fraction']:.0f}",
+                f"{m.metrics['staleness_mean']:.2f}",
+                f"{m.step_s:.2f}",
+            )
+        )
+        calls = {"calls": len(m.sleeps), "mean_sleep_s": float(np.mean(m.sleeps))}
+        report.data[f"{setting.name}, {setting.slots} slots"] = calls | {"metrics": m.metrics, "step_s": m.step_s, "bound_s": m.bound_s}
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()
