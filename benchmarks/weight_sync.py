@@ -1,0 +1,266 @@
+"""What it takes to bring new weights from the trainer into the engine, beside what copying the same bytes takes.
+
+    python benchmarks/weight_sync.py [--short] [--json PATH]
+
+Two processes of one thread each, started as the local launcher starts its roles, with the real controller, ledger and sockets between
+them (`weight_sync_roles.py`). A sync lasts from the trainer's `begin_write` to the engine's confirmed checksum, both as the controller
+sees them: pack and hash | publish, offer | copy and hash of the engine's own copy | confirm. The trainer waits for its end, so that
+sides do not disturb each other.
+
+After each sync, while both processes rest, this process copies the slot just read into the other one: in one call (the bound: memcpy),
+with the loop of the shipped code without its hash, with its hash, and it hashes the slot. Shares are medians of the rounds' own ratios.
+
+    share of memcpy = seconds of memcpy / seconds of what moved the same bytes
+
+At last the engine decodes a full batch while versions come in: its stall is what it reports as `weight_sync_s`, a decode step is the
+median tick between two syncs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from bench import Report, paired_ratio, spread, start
+from weight_sync_pair import Pair, Sync
+
+from slipstream.launch.framing import private_directory
+from slipstream.weight_sync.hashed_copy import hashed_copy
+
+FIRST_USES = 2  # slots; the third one is only used by a trainer that is ahead of its engine
+TICKS = 3  # of decoding between two syncs
+SHARE_WANTED = 0.7
+TOTAL_WANTED_MS = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    layout: str
+    dtype: str
+    transport: str = "shared memory"
+    syncs: int = 10  # beyond the first use of each slot
+    under_load: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout} {self.dtype}"
+
+    def options(self) -> dict[str, str]:
+        """What the roles are told: `weight_sync_roles.Case`. Decoding starts with the last version that is measured without it."""
+        last = 2 * FIRST_USES + self.syncs - 1
+        return {"layout": self.layout, "dtype": self.dtype, "transport": self.transport, "decode_from": str(last)}
+
+
+SETTINGS = {
+    True: (Setting("135M", "bfloat16", syncs=10, under_load=6), Setting("135M", "float32", syncs=7, under_load=4)),
+    False: (
+        Setting("135M", "bfloat16", syncs=30, under_load=15),
+        Setting("135M", "float32", syncs=20, under_load=15),
+        Setting("1B", "bfloat16", syncs=10),
+    ),
+}
+
+
+@dataclass(slots=True)
+class Measured:
+    """All that one setting gave."""
+
+    num_bytes: int = 0
+    first: list[Sync] = field(default_factory=list)  # into a slot that was never used
+    steady: list[Sync] = field(default_factory=list)
+    parts: list[dict[str, float]] = field(default_factory=list)  # seconds of `memory_ways`, after each of `steady`
+    loaded: list[Sync] = field(default_factory=list)
+    tick_s: list[float] = field(default_factory=list)  # of each round of `loaded`
+    memory_gib: float = 0.0
+
+
+# ---- one setting ---------------------------------------------------------------------------------------------------------------
+
+
+async def measure(setting: Setting) -> Measured:
+    """The syncs of a setting: into slots never used before, then steady ones beside the bound, then under load."""
+    out = Measured()
+    with private_directory() as sockets, tempfile.TemporaryDirectory(prefix="weight-sync-") as folder:
+        pair = Pair(setting.options(), Path(folder) / "run", sockets)
+        try:
+            await pair.start()
+            out.first = [await pair.start_weights()]
+            out.first += [await pair.one_sync() for _ in range(1, FIRST_USES)]
+            for turn in range(-FIRST_USES, setting.syncs):
+                sync = await pair.one_sync()
+                seconds = timed(memory_ways(*pair.source_and_target()), turn)
+                if turn >= 0:  # before, this process touches the slots' pages for the first time
+                    out.steady.append(sync)
+                    out.parts.append(seconds)
+            for _ in range(setting.under_load):
+                await load_round(pair, out)
+            out.num_bytes, out.memory_gib = pair.controller.num_bytes, pair.memory_gib()
+        finally:
+            await pair.close()
+    return out
+
+
+async def load_round(pair: Pair, out: Measured) -> None:
+    """Some ticks of decoding, then a version."""
+    ticks = pair.controller.ticks
+    while not ticks.empty():  # they ran beside the trainer's packing
+        ticks.get_nowait()
+    out.tick_s.append(statistics.median([await pair.wait(ticks.get()) for _ in range(TICKS)]))
+    out.loaded.append(await pair.one_sync())
+
+
+# ---- the bound -------------------------------------------------------------------------------------------------------------------
+
+
+class NoHash:
+    """In the place of a hash, to time the copy alone."""
+
+    def update(self, data: memoryview, /) -> None:
+        pass
+
+
+def memory_ways(source: np.ndarray, target: np.ndarray) -> dict[str, Callable[[], Any]]:
+    """What moves or reads uint8[n] on this machine, by name."""
+    return {
+        "memcpy": lambda: np.copyto(target, source),
+        "copy alone": lambda: hashed_copy(target, source, NoHash()),
+        "copy and hash": lambda: hashed_copy(target, source, xxhash.xxh3_128()),
+        "hash": lambda: xxhash.xxh3_128(source.data).digest(),
+    }
+
+
+def timed(ways: dict[str, Callable[[], Any]], turn: int) -> dict[str, float]:
+    """Seconds of each, in an order that depends on the turn."""
+    names = list(ways)
+    first = turn % len(names)
+    seconds = {}
+    for name in names[first:] + names[:first]:
+        began = time.perf_counter()
+        ways[name]()
+        seconds[name] = time.perf_counter() - began
+    return seconds
+
+
+def share(bound: Sequence[float], measured: Sequence[float]) -> float:
+    """Median over rounds of bound / measured seconds: 1 is as fast as the bound."""
+    return paired_ratio(bound, measured)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------------------
+
+
+def part(measured: Measured, *names: str) -> list[float]:
+    """Seconds of each round; of several ways their sum."""
+    return [sum(seconds[name] for name in names) for seconds in measured.parts]
+
+
+def milliseconds(syncs: Sequence[Sync], what: str) -> str:
+    return spread([1e3 * getattr(sync, what) for sync in syncs])
+
+
+def report_syncs(report: Report, results: dict[Setting, Measured]) -> None:
+    table = report.table(
+        "A sync between two processes, milliseconds",
+        (
+            "weights",
+            "transport",
+            "MB",
+            "trainer: pack, hash",
+            "engine: copy, hash",
+            "whole sync",
+            "bound: 2 x memcpy",
+            "first use of a slot",
+        ),
+        note="Median [least, most]. Engine: its stall. Whole sync: both, and the messages. First use: the whole sync into a slot whose "
+        "memory is still to be reserved; of each slot once a run.",
+    )
+    for setting, m in results.items():
+        table.rows.append(
+            (
+                setting.name,
+                setting.transport,
+                f"{m.num_bytes / 1e6:.0f}",
+                milliseconds(m.steady, "trainer_s"),
+                milliseconds(m.steady, "stall_s"),
+                milliseconds(m.steady, "total_s"),
+                f"{2e3 * statistics.median(part(m, 'memcpy')):.3g}",
+                milliseconds(m.first, "total_s"),
+            )
+        )
+
+
+def report_shares(report: Report, results: dict[Setting, Measured]) -> None:
+    gigabytes = ("memcpy", "hash", "copy alone", "copy and hash")
+    table = report.table(
+        "Beside this machine's memory: one thread, the same bytes, GB/s, and shares of memcpy",
+        (
+            "weights",
+            *gigabytes,
+            "copy alone / memcpy",
+            "copy and hash / memcpy",
+            "copy and hash / (memcpy, then hash)",
+            "engine's stall / memcpy",
+        ),
+        note="memcpy in one call writes past the cache; the loop's copy stays in the cache for the hash, for which each written line is "
+        "read from memory first.",
+    )
+    for setting, m in results.items():
+        rates = [m.num_bytes / statistics.median(part(m, name)) / 1e9 for name in gigabytes]
+        memcpy = part(m, "memcpy")
+        shares = (
+            share(memcpy, part(m, "copy alone")),
+            share(memcpy, part(m, "copy and hash")),
+            share(part(m, "memcpy", "hash"), part(m, "copy and hash")),
+            share(memcpy, [sync.stall_s for sync in m.steady]),
+        )
+        table.rows.append((setting.name, *(f"{rate:.3g}" for rate in rates), *(f"{value:.2f}" for value in shares)))
+
+
+def report_stalls(report: Report, results: dict[Setting, Measured]) -> None:
+    table = report.table(
+        "The engine's stall while it decodes 32 sequences, one thread",
+        ("weights", "stall, ms", "decode step, ms", "stall in decode steps", "whole sync, ms"),
+        note="The stall in decode steps is the median of the rounds' own ratios. The whole sync waits for the step under way.",
+    )
+    for setting, m in results.items():
+        if m.loaded:
+            stalls = [sync.stall_s for sync in m.loaded]
+            ticks = spread([1e3 * tick for tick in m.tick_s])
+            ratio = paired_ratio(stalls, m.tick_s)
+            table.rows.append((setting.name, milliseconds(m.loaded, "stall_s"), ticks, f"{ratio:.2f}", milliseconds(m.loaded, "total_s")))
+
+
+def report_targets(report: Report, results: dict[Setting, Measured]) -> None:
+    for setting, m in results.items():
+        if setting.layout == "135M":
+            if setting.dtype == "bfloat16":
+                total_ms = 1e3 * statistics.median(sync.total_s for sync in m.steady)
+                report.at_most(
+                    f"{setting.name}, {m.num_bytes / 1e6:.0f} MB: whole sync, checksums included", total_ms, TOTAL_WANTED_MS, " ms"
+                )
+            memcpy = part(m, "memcpy")
+            report.at_least(f"{setting.name}: copy without checksum, share of memcpy", share(memcpy, part(m, "copy alone")), SHARE_WANTED)
+            report.at_least(f"{setting.name}: copy and checksum, share of memcpy", share(memcpy, part(m, "copy and hash")), SHARE_WANTED)
+
+
+def main() -> None:
+    report, options = start("weight_sync", "Weights from trainer to engine, beside memcpy.")
+    results = {setting: asyncio.run(measure(setting)) for setting in SETTINGS[options.short]}
+    report_syncs(report, results)
+    report_shares(report, results)
+    report_stalls(report, results)
+    report_targets(report, results)
+    report.data = {f"{setting.name}, {setting.transport}": asdict(measured) for setting, measured in results.items()}
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""A trainer and an engine in processes of their own, with the real controller and its ledger between them, and each sync timed.
+
+    this process      controller: real | rollout worker: `free_roles.Groups`, so that there is a batch for each version
+      ├─ trainer      `weight_sync_roles.py`: a version per batch, when `Pair.one_sync` asks for it
+      └─ engine       `weight_sync_roles.py`
+
+Started as the local launcher starts its roles: one thread each, memory files inherited, everything else over the controller's socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from free_roles import Groups, open_run, settings
+
+from slipstream.controller.controller import Controller
+from slipstream.launch.page import Page
+from slipstream.launch.processes import ChildSpec, Lifeline, RoleProcess, spawn
+from slipstream.launch.role import controller_socket
+from slipstream.launch.wire import Server, serve
+from slipstream.protocols import Manifest
+from slipstream.types import Batch, EngineReport
+from slipstream.weight_sync.memory import MemoryFile
+
+T = TypeVar("T")
+ROLES = ("trainer", "engine")
+DEADLINE_S = 150.0  # for the next thing to happen, imports and model included
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """One version's way. Seconds; `stall_s` as the engine reports it, the others as the controller sees the calls."""
+
+    trainer_s: float  # begin_write to publish
+    engine_s: float  # publish to confirm_weights
+    stall_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.trainer_s + self.engine_s
+
+
+class Watched:
+    """The controller as the two roles call it: notes when they do, and lets the trainer make a version only when `one_sync` asks."""
+
+    def __init__(self, controller: Controller):
+        self._controller = controller
+        self._asked = asyncio.Semaphore(0)
+        self.synced: asyncio.Queue[Sync] = asyncio.Queue()
+        self._began = self._published = 0.0
+        self.ticks: asyncio.Queue[float] = asyncio.Queue()
+        self.num_bytes = 0
+        self.slot = 0  # that holds the newest version
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._controller, name)
+
+    async def one_sync(self) -> Sync:
+        """Let the trainer make a step; the sync of its version."""
+        self._asked.release()
+        return await self.synced.get()
+
+    async def get_batch(self, step: int) -> Batch | None:
+        await self._asked.acquire()
+        return await self._controller.get_batch(step)
+
+    async def begin_write(self) -> int:
+        self._began = time.perf_counter()
+        return await self._controller.begin_write()
+
+    async def publish(self, slot: int, manifest: Manifest) -> None:
+        self._published, self.num_bytes, self.slot = time.perf_counter(), manifest.total_bytes, slot
+        await self._controller.publish(slot, manifest)
+
+    async def confirm_weights(self, slot: int, report: EngineReport) -> None:
+        await self._controller.confirm_weights(slot, report)
+        now = time.perf_counter()
+        self.synced.put_nowait(Sync(self._published - self._began, now - self._published, report.sync_s))
+
+    async def note(self, text: str) -> None:
+        self.ticks.put_nowait(float(text))
+
+
+class Pair:
+    """`options` are those of `weight_sync_roles.Case`; `folder` becomes the run's, `sockets` is a private directory."""
+
+    def __init__(self, options: dict[str, str], folder: Path, sockets: str):
+        self._options, self._folder, self._sockets = options, folder, sockets
+        self._lifeline, self._page = Lifeline(), MemoryFile.create("page")
+        Page(self._page, ROLES)
+        config = settings(in_flight=4, group_size=2, tokens=16, steps=10**6)
+        self._run = open_run(folder, config)
+        self._worker = Groups(self._run, config, mean_tokens=16)
+        self._working: asyncio.Task[None] | None = None
+        self.slots = [MemoryFile.create(f"weights-{i}") for i in range(self._run.core.broker.num_slots)]
+        self.controller = Watched(self._run)
+        self._server: Server | None = None
+        self._processes: list[RoleProcess] = []
+
+    async def start(self) -> None:
+        api: Any = self.controller
+        self._server = await serve(api, controller_socket(self._sockets))
+        for role in ROLES:
+            spec = ChildSpec(
+                role=role,
+                roles=ROLES,
+                run_folder=str(self._folder),
+                threads=1,
+                socket_folder=self._sockets,
+                lifeline=self._lifeline.read_end,
+                page=self._page.fileno(),
+                slots=tuple(slot.fileno() for slot in self.slots),
+                options=self._options,
+            )
+            command = [sys.executable, str(Path(__file__).with_name("weight_sync_roles.py")), role]
+            self._processes.append(await spawn(spec, self._folder / "log" / f"{role}.log", command))
+
+    async def start_weights(self) -> Sync:
+        """The sync of version 0, for which the trainer is not asked; then batches are made."""
+        sync = await self.wait(self.controller.synced.get())
+        self._working = asyncio.create_task(self._worker.run(), name="groups")
+        return sync
+
+    async def one_sync(self) -> Sync:
+        return await self.wait(self.controller.one_sync())
+
+    async def wait(self, awaited: Awaitable[T]) -> T:
+        """What is awaited; RuntimeError with a process's last lines where that ends first, TimeoutError after DEADLINE_S."""
+        task = asyncio.ensure_future(awaited)
+        ends = [asyncio.ensure_future(process.process.wait()) for process in self._processes]
+        try:
+            await asyncio.wait({task, *ends}, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+            for process, end in zip(self._processes, ends, strict=True):
+                if end.done():
+                    raise RuntimeError(f"the {process.role} ended with {process.exit_code}:\n{process.last_lines()}")
+            if not task.done():
+                raise TimeoutError(f"nothing happened for {DEADLINE_S:.0f} s")
+            return task.result()
+        finally:
+            for future in (task, *ends):
+                future.cancel()
+
+    def source_and_target(self) -> tuple[np.ndarray, np.ndarray]:
+        """The slot of the newest version, and the one that the trainer will write next: nobody uses either while both roles rest."""
+        num_bytes, following = self.controller.num_bytes, self._run.core.begin_write()
+        return self.slots[self.controller.slot].map()[:num_bytes], self.slots[following].map(writable=True)[:num_bytes]
+
+    async def close(self) -> None:
+        for process in self._processes:
+            process.signal_group(9)
+            await process.process.wait()
+        if self._server is not None:
+            await self._server.close()
+        if self._working is not None:
+            self._working.cancel()
+            await asyncio.gather(self._working, return_exceptions=True)
+        self._run.close()
+        self._lifeline.close()
+        for memory in (self._page, *self.slots):
+            memory.close()
+
+    def memory_gib(self) -> float:
+        """Of all processes, shared memory once. Linux only: 0 elsewhere."""
+        total = 0
+        for pid in ("self", *(process.pid for process in self._processes)):
+            path = Path(f"/proc/{pid}/smaps_rollup")
+            lines = path.read_text().splitlines() if path.exists() else []
+            total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+        return total / 2**20
