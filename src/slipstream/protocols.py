@@ -14,6 +14,9 @@ Every wait inside has a deadline and a reason; the far end's death raises `PeerL
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from itertools import pairwise, repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -139,17 +142,29 @@ class ControllerAPI(Protocol):
         ...
 
 
+NEVER = sys.maxsize  # more tokens than a generation will have
+
+
 class Generation:
-    """A generation in progress, filled frame by frame. Read it at any time; `EngineClient.generate` returns when it has ended."""
+    """A generation in progress, filled frame by frame. Read it at any time; `EngineClient.generate` returns when it has ended.
 
-    __slots__ = ("kept", "logprobs", "prefill_version", "recomputed", "routing", "spans", "start", "state", "stop_reason", "token_ids")
+    `append` runs once per token of the run, so it does the least there is to do: spans are made when they are asked for, and whoever waits
+    for tokens says for how many (`notify_at`) and is called then (`notify`), not at each.
+    """
 
-    def __init__(self, start: int):
+    __slots__ = (
+        "_source", "_sources", "kept", "logprobs", "notify", "notify_at", "prefill_version", "recomputed", "routing", "start", "state",
+        "stop_reason", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, start: int, notify: Callable[[], None] = lambda: None):
         self.start = start  # position in the rollout of the first token sampled here
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
-        self.kept: list[bytes] = []  # per token: the vocabulary that truncated sampling left, b"" where nothing was cut off
-        self.spans: list[Span] = []  # rollout coordinates
+        self.kept: list[bytes] = []  # per token, or none so far: the vocabulary that truncated sampling left, b"" where nothing was cut off
+        self._source: tuple[int, int, str] | None = None  # (incarnation, version, engine id) of the newest token
+        self._sources: list[tuple[int, tuple[int, int, str]]] = []  # of each span: index of its first token, its source
+        self.notify, self.notify_at = notify, NEVER  # called once there are so many tokens; it sets the next number
         self.prefill_version: tuple[int, int] | None = None
         self.stop_reason: StopReason | None = None
         self.recomputed = False  # newer weights made keys and values of tokens that older ones had sampled
@@ -157,15 +172,24 @@ class Generation:
         self.state: int | None = None  # id of the state that the engine kept when new weights stopped it
 
     def append(self, token_id: int, logprob: float, incarnation: int, version: int, engine_id: str, kept: bytes = b"") -> None:
-        at = self.start + len(self.token_ids)
-        self.token_ids.append(token_id)
+        tokens, source = self.token_ids, (incarnation, version, engine_id)
+        if source != self._source:
+            self._sources.append((len(tokens), source))
+            self._source = source
+        if kept or self.kept:
+            self.kept.extend(repeat(b"", len(tokens) - len(self.kept)))
+            self.kept.append(kept)
+        tokens.append(token_id)
         self.logprobs.append(logprob)
-        self.kept.append(kept)
-        last = self.spans[-1] if self.spans else None
-        if last and (last.incarnation, last.version, last.engine_id) == (incarnation, version, engine_id):
-            self.spans[-1] = Span(last.start, at + 1, incarnation, version, engine_id)
-        else:
-            self.spans.append(Span(at, at + 1, incarnation, version, engine_id))
+        if len(tokens) >= self.notify_at:
+            self.notify_at = NEVER
+            self.notify()
+
+    @property
+    def spans(self) -> list[Span]:
+        """Which weights sampled which tokens, in rollout coordinates."""
+        bounds = [*(first for first, _ in self._sources), len(self.token_ids)]
+        return [Span(self.start + a, self.start + b, *by) for (_, by), (a, b) in zip(self._sources, pairwise(bounds), strict=True)]
 
 
 class EngineClient(Protocol):

@@ -238,7 +238,7 @@ def merge_chunks(chunks: list[PrefixChunk]) -> PrefixChunk:
         start=0,
         token_ids=np.concatenate([c.token_ids for c in chunks]).astype(np.int32),
         logprobs=np.concatenate([c.logprobs for c in chunks]).astype(np.float32),
-        kept=tuple(kept for c in chunks for kept in c.kept),
+        kept=tuple(kept for c in chunks for kept in c.kept or (b"",) * len(c.token_ids)) if any(c.kept for c in chunks) else (),
         spans=join_spans(spans),
         prefill_version=next((c for c in reversed(chunks) if c.recomputed), chunks[0]).prefill_version,
         recomputed=any(c.recomputed for c in chunks),

@@ -51,9 +51,10 @@ class FrameRouter:
                 self._free_state(state)
         kept_sets = frame.kept or (b"",) * len(frame.handles)
         rows = zip(frame.handles.tolist(), frame.token_ids.tolist(), frame.logprobs.tolist(), kept_sets, strict=True)
+        entries, incarnation, version, engine_id = self._open, frame.incarnation, frame.version, frame.engine_id
         for handle, token, logprob, kept in rows:
-            if (entry := self._open.get(handle)) is not None:
-                entry[0].append(token, logprob, frame.incarnation, frame.version, frame.engine_id, kept)
+            if (entry := entries.get(handle)) is not None:
+                entry[0].append(token, logprob, incarnation, version, engine_id, kept)
         for handle, routing in frame.routing.items():
             if (entry := self._open.get(handle)) is not None:
                 entry[0].routing = routing

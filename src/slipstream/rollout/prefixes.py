@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import numpy as np
 
-from slipstream.protocols import ControllerAPI, Generation
+from slipstream.protocols import NEVER, ControllerAPI, Generation
 from slipstream.types import PrefixChunk, Span, StopReason
 
 PREFIX_CHUNK_TOKENS = 64
 
 PrefixKey = tuple[int, int, int]  # (group_id, sample, attempt)
-
-
-class WatchedGeneration(Generation):
-    """A generation that tells of each token that it gets."""
-
-    __slots__ = ("_on_token",)
-
-    def __init__(self, start: int, on_token: Callable[[], None]):
-        super().__init__(start)
-        self._on_token = on_token
-
-    def append(self, token_id: int, logprob: float, incarnation: int, version: int, engine_id: str, kept: bytes = b"") -> None:
-        super().append(token_id, logprob, incarnation, version, engine_id, kept)
-        self._on_token()
 
 
 class Prefix:
@@ -42,6 +27,10 @@ class Prefix:
     @property
     def num_unrecorded(self) -> int:
         return self.num_before + len(self.generation.token_ids) - self.num_recorded
+
+    def watch(self) -> None:
+        """Have the generation tell when a chunk is full."""
+        self.generation.notify_at = NEVER if self.due else self.num_recorded - self.num_before + PREFIX_CHUNK_TOKENS
 
     @property
     def stop_reason(self) -> StopReason | None:
@@ -59,6 +48,7 @@ class Prefix:
         start = self.prompt_length + self.num_recorded  # rollout coordinates
         group_id, sample, attempt = self.key
         generation = self.generation
+        spans = generation.spans
         return PrefixChunk(
             group_id=group_id,
             sample=sample,
@@ -67,8 +57,8 @@ class Prefix:
             start=self.num_recorded,
             token_ids=np.asarray(generation.token_ids[skipped:], dtype=np.int32),
             logprobs=np.asarray(generation.logprobs[skipped:], dtype=np.float32),
-            kept=tuple(generation.kept[skipped:]) if any(generation.kept) else (),
-            spans=tuple(Span(max(s.start, start), s.end, s.incarnation, s.version, s.engine_id) for s in generation.spans if s.end > start),
+            kept=tuple(generation.kept[skipped:]),
+            spans=tuple(Span(max(s.start, start), s.end, s.incarnation, s.version, s.engine_id) for s in spans if s.end > start),
             prefill_version=generation.prefill_version,
             recomputed=generation.recomputed,
             stop_reason=self.stop_reason,
@@ -92,19 +82,23 @@ class PrefixRecorder:
 
     def reset(self) -> None:
         """Forget everything: nothing runs yet."""
-        self._open: dict[PrefixKey, Prefix] = {}
-        self._due = asyncio.Event()
+        self._open: dict[int, dict[PrefixKey, Prefix]] = {}  # by group, so that a send or the end of a group looks at nothing else
+        self._due: dict[PrefixKey, Prefix] = {}  # to be sent next; some may have been forgotten since
+        self._wake = asyncio.Event()
         self._sending = asyncio.Lock()
         self._stopped = False
 
     def open(self, prefix: Prefix) -> None:
         """Record this rollout from now on."""
-        self._open[prefix.key] = prefix
+        self._open.setdefault(prefix.key[0], {})[prefix.key] = prefix
+        self.tell(prefix)
 
     def tell(self, prefix: Prefix) -> None:
-        """A token came, or the generation ended."""
+        """A chunk is full, or the generation ended."""
+        prefix.watch()
         if prefix.due:
-            self._due.set()
+            self._due[prefix.key] = prefix
+            self._wake.set()
 
     def end(self, key: PrefixKey, prompt_length: int) -> None:
         """A rollout is over whose tokens are not recorded: an empty chunk says just that."""
@@ -112,7 +106,6 @@ class PrefixRecorder:
         nothing.stop_reason = StopReason.STOP
         prefix = Prefix(key, prompt_length, 0, nothing)
         self.open(prefix)
-        self.tell(prefix)
 
     async def discard(self, key: PrefixKey, num_tokens: int) -> bool:
         """New weights stopped this attempt at a rollout, and its tokens are thrown away. Whether the rollout may start anew.
@@ -120,7 +113,7 @@ class PrefixRecorder:
         No chunk of the attempt is sent any more.
         """
         async with self._sending:  # held for one call to the controller, which has a deadline of its own
-            self._open.pop(key, None)
+            self._open.get(key[0], {}).pop(key, None)
             return await self._controller.interrupted(*key, num_tokens)
 
     async def close_group(self, group_id: int) -> None:
@@ -130,18 +123,18 @@ class PrefixRecorder:
 
     def forget_group(self, group_id: int) -> None:
         """Send nothing more of this group; what is under way arrives."""
-        self._open = {key: prefix for key, prefix in self._open.items() if key[0] != group_id}
+        self._open.pop(group_id, None)
 
     async def run(self) -> None:
         while not self._stopped:
-            await self._due.wait()
-            self._due.clear()
+            await self._wake.wait()
+            self._wake.clear()
             await self._send(only_due=True)
 
     def stop(self) -> None:
         """`run` returns after the call that is under way."""
         self._stopped = True
-        self._due.set()
+        self._wake.set()
 
     async def flush(self) -> None:
         """Record all that is sampled."""
@@ -149,11 +142,13 @@ class PrefixRecorder:
 
     async def _send(self, only_due: bool) -> None:
         async with self._sending:
-            prefixes = [prefix for _, prefix in sorted(self._open.items())]
+            due, self._due = self._due, {}
             if only_due:
-                prefixes = [prefix for prefix in prefixes if prefix.due]
+                prefixes = [prefix for key, prefix in due.items() if prefix.due and self._open.get(key[0], {}).get(key) is prefix]
             else:
-                prefixes = [prefix for prefix in prefixes if prefix.due or prefix.num_unrecorded]
+                opened = [prefix for group in self._open.values() for prefix in group.values()]
+                prefixes = [prefix for prefix in opened if prefix.due or prefix.num_unrecorded]
+            prefixes.sort(key=lambda prefix: prefix.key)
             if not prefixes:
                 return
             chunks = [prefix.chunk() for prefix in prefixes]
@@ -161,3 +156,4 @@ class PrefixRecorder:
             for prefix, chunk in zip(prefixes, chunks, strict=True):
                 prefix.num_recorded += len(chunk.token_ids)
                 prefix.ended = chunk.stop_reason is not None
+                self.tell(prefix)

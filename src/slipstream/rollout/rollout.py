@@ -16,7 +16,7 @@ from slipstream.config.settings import Config
 from slipstream.errors import DataError, DeadlineExceeded, EnvironmentFailed, ModelError, RunFailed
 from slipstream.protocols import EngineClient, Environment, EnvironmentReply, Generation, Message
 from slipstream.rollout.external import ExternalCalls
-from slipstream.rollout.prefixes import Prefix, PrefixRecorder, WatchedGeneration
+from slipstream.rollout.prefixes import Prefix, PrefixRecorder
 from slipstream.rollout.rendering import PromptDoesNotFit, Renderer, as_template_messages
 from slipstream.rollout.trajectory import Trajectory
 from slipstream.types import GenerateRequest, PrefixChunk, Purpose, Rollout, Sampling, StopReason
@@ -199,17 +199,18 @@ class RolloutRunner:
         clock = _PausedDeadline(deadline)
         prefix: Prefix | None = None
 
-        def on_token() -> None:
+        def notify() -> None:
             clock.go_on()
             if prefix is not None and self._recorder is not None:
                 self._recorder.tell(prefix)
 
-        generation = WatchedGeneration(len(trajectory), on_token)
+        generation = Generation(len(trajectory), notify)
         if self._records(job):
             num_before = len(trajectory) - trajectory.prompt_length
             prefix = Prefix((job.group_id, job.sample, job.attempt), trajectory.prompt_length, num_before, generation)
             assert self._recorder is not None
             self._recorder.open(prefix)
+        generation.notify_at = 1
         try:
             while True:
                 await self._engine.generate(self._request(job, turn, trajectory, generation, turn_start), generation)

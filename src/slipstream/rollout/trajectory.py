@@ -41,7 +41,7 @@ class Trajectory:
         self.error: str | None = None
         self._logprobs: list[float] = []
         self._kept: list[bytes] = []
-        self._mask: list[bool] = []
+        self._sampled: list[tuple[int, int]] = []  # stretches [start, end) of sampled tokens
         self._spans: list[Span] = []
         self._turns: list[Turn] = []
         self._routing: np.ndarray | None = None  # [n, experts per token] of the first n tokens
@@ -108,7 +108,9 @@ class Trajectory:
     def rollout(self, duration_s: float) -> Rollout:
         """The record. Logprobs that no distribution gives make it failed ("bad logprob")."""
         logprobs = np.asarray(self._logprobs, dtype=np.float32)
-        mask = np.asarray(self._mask, dtype=bool)
+        mask = np.zeros(len(self), dtype=bool)
+        for start, end in self._sampled:
+            mask[start:end] = True
         logprobs[(logprobs > 0) & (logprobs <= LOGPROB_SLACK)] = 0.0
         bad = mask & ~(np.isfinite(logprobs) & (logprobs <= 0))
         if bad.any():
@@ -150,7 +152,8 @@ class Trajectory:
         self._kept.extend(kept or (b"",) * num_tokens)
 
     def _extend(self, ids: list[int], logprobs: list[float], sampled: bool) -> None:
+        if sampled:
+            self._sampled.append((len(self), len(self) + len(ids)))
+            self.num_sampled += len(ids)
         self.token_ids.extend(ids)
         self._logprobs.extend(logprobs)
-        self._mask.extend([sampled] * len(ids))
-        self.num_sampled += len(ids) if sampled else 0

@@ -118,6 +118,7 @@ class RolloutWorker:
         self._grace_s = self._config.run.stop_grace_s
         self._running: dict[GroupKey, asyncio.Task[None]] = {}
         self._num_sequences: dict[GroupKey, int] = {}  # rollouts that hold, or wait for, an engine slot
+        self._sum_sequences = 0  # over all groups
         self._dropped: set[GroupKey] = set()  # cancelled by the controller, not ended yet
         self._evaluations: set[asyncio.Task[None]] = set()
         self._pinning = asyncio.Lock()
@@ -159,7 +160,7 @@ class RolloutWorker:
     def _room(self) -> int:
         """Groups that may start: enough to fill the free engine slots, and a few more."""
         size = self._config.rollout.num_samples
-        free = self._config.engine.slots + LOOK_AHEAD_GROUPS * size - sum(self._num_sequences.values())
+        free = self._config.engine.slots + LOOK_AHEAD_GROUPS * size - self._sum_sequences
         return -(-free // size)
 
     def _take(self, work: Work) -> None:
@@ -178,13 +179,15 @@ class RolloutWorker:
         key = (assignment.group_id, assignment.attempt)
 
         def ended(task: asyncio.Task[None]) -> None:
-            del self._running[key], self._num_sequences[key]
+            del self._running[key]
+            self._sum_sequences -= self._num_sequences.pop(key)
             if key in self._dropped:
                 self._dropped.remove(key)
                 self._recorder.forget_group(assignment.group_id)
             self._room_changed.set()
 
         self._num_sequences[key] = self._config.rollout.num_samples
+        self._sum_sequences += self._config.rollout.num_samples
         self._running[key] = self._tasks.create_task(self._run_group(assignment), name=f"group {assignment.group_id}")
         self._running[key].add_done_callback(ended)
 
@@ -227,6 +230,7 @@ class RolloutWorker:
 
     def _free_sequence(self, key: GroupKey) -> None:
         self._num_sequences[key] -= 1
+        self._sum_sequences -= 1
         self._room_changed.set()
 
 
