@@ -210,10 +210,10 @@ def report_shares(report: Report, results: dict[Setting, Measured]) -> None:
             "copy and hash / (memcpy, then hash)",
             "engine's stall / memcpy",
         ),
-        note="memcpy in one call writes past the cache. The loop's copy stays in the cache for the hash, so memory is read once more, for the "
-        "lines about to be written; hashing from the cache then costs arithmetic alone. The other way, memcpy and then a hash that reads the "
-        "copy from memory, is the last column but one: above 1 the loop is faster. Both read or write the memory three times where memcpy "
-        "does twice, so a checksum of the engine's own copy, made by its one thread, does not reach the share that is wanted.",
+        note="memcpy in one call writes past the cache. The loop's copy stays in the cache for the hash, so memory is read once more, for "
+        "the lines about to be written; hashing from the cache then costs arithmetic alone. The other way, memcpy and then a hash that "
+        "reads the copy from memory, is the last column but one: above 1 the loop is faster. Both move the bytes three times where memcpy "
+        "moves them twice, so a checksum of the engine's own copy, made by its one thread, does not reach the share that is wanted.",
     )
     for setting, m in results.items():
         rates = [m.num_bytes / statistics.median(part(m, name)) / 1e9 for name in gigabytes]
