@@ -211,8 +211,9 @@ def main() -> None:
     even = {setting: m for setting, m in results.items() if setting.balance == 1}
     note = (
         "A batch holds w times as many samples as there are slots; η: max_staleness; W: window. bound(η): what any order of starts could "
-        "reach under this η and W, were every length known; bound(rates): if neither side ever waited. masked: tokens older than η. Where the "
-        "longest rollout outlasts the η steps that may pass meanwhile (L_max > η w μ), the limit itself keeps a run below bound(rates)."
+        "reach under this η and W, were every length known; bound(rates): if neither side ever waited. masked: tokens older than η. "
+        "Where the longest rollout outlasts the η steps that may pass meanwhile (L_max > η w μ), the limit itself keeps a run below "
+        "bound(rates)."
     )
     show(report.table("Both sides equally fast", COLUMNS, note), even)
     show(

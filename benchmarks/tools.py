@@ -6,8 +6,8 @@ Whole runs, as a person starts them: `slipstream.train`, a process per role, the
 small real model (`tool_caller.py`) that is sampled and trained, ledger and checksums on. In every rollout the model calls the tool once
 and then answers; a call sleeps a lognormal time of mean 1 s (`slow_tool.py`). Defaults otherwise: 4 groups of 8 rollouts per step.
 
-A rollout that waits for its tool counts against `engine.slots`, since it will come back with tokens that age. So the defaults' 32 slots
-hold one batch, and an asynchronous run has its own rows with (S+1) batches of slots.
+A rollout that waits for its tool counts against `engine.slots`, since it will come back with tokens that age. The defaults' 32 slots let
+one batch and one group more wait at a time; the long form has a row with slots for all three batches that max_staleness 2 admits.
 
 Bound, from the same draws (`overlap_bounds.staleness_bound`): rollout i takes its sleep at least, a step what it took at the median,
 tokens nothing, and every admitted rollout starts at once. In a synchronous run a step takes the longest sleep of its 32 and the step's own
@@ -94,12 +94,7 @@ def main() -> None:
     report, options = start("tools", "Rollouts that wait for tools: asynchronous against synchronous")
     defaults, steps = Config(), 5 if report.short else 14
     batch, slots = defaults.trainer.groups_per_step * defaults.rollout.group_size, defaults.engine.slots
-    settings = [
-        Setting(0, slots),
-        Setting(1, slots),
-        *([] if report.short else [Setting(1, 2 * batch), Setting(2, slots)]),
-        Setting(2, 3 * batch),
-    ]
+    settings = [Setting(0, slots), Setting(1, slots), Setting(2, slots), *([] if report.short else [Setting(2, 3 * batch)])]
     model = tool_caller()
     results = {setting: run(setting, steps, model) for setting in settings}
     sync = results[settings[0]]
