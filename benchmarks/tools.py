@@ -11,7 +11,8 @@ one batch and one group more wait at a time; the long form has a row with slots 
 
 Bound, from the same draws (`overlap_bounds.staleness_bound`): rollout i takes its sleep at least, a step what it took at the median,
 tokens nothing, and every admitted rollout starts at once. In a synchronous run a step takes the longest sleep of its 32 and the step's own
-time; with max_staleness S the sleeps of S further batches pass at the same time.
+time; with max_staleness S the sleeps of S further batches pass at the same time. Calls come in the order of admission but for chance, and
+so do the draws.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from slipstream.config.arithmetic import pull_window
 
 TOOL = Path(slow_tool.__file__)
 ALL_AT_ONCE = 1 << 20  # slots
+LEAST_CALLS = 0.97  # per rollout; with fewer the runs would do less than they claim
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ def run(setting: Setting, steps: int, model: Path) -> Measured:
         )
         metrics = slipstream.train(config, on_step=lines.append).metrics
         sleeps = [float(end) - float(began) for _, began, end in map(str.split, calls.read_text().splitlines())]
+    if len(sleeps) < LEAST_CALLS * metrics["trained_samples"]:
+        raise RuntimeError(f"only {len(sleeps)} calls for {metrics['trained_samples']} rollouts: the model does not call its tool any more")
     step_s = statistics.median(line["step_s"] + line["publish_s"] for line in lines)
     return Measured(metrics, step_s, sleeps, bound(config, steps, step_s))
 
