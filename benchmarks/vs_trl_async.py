@@ -7,13 +7,18 @@ of random tokens comes after a lognormal time (sigma 1, cut at 4 times the mean)
 what is compared is who waits for whom. The server's mean time is set so that the rollouts that may be in flight come at 0.25 .. 4 times the
 speed at which the trainer would take them.
 
-Limits are equal on both sides and TRL's defaults: 64 requests in flight (4 batches), samples at most 4 versions old. The rest is as each
-library ships it: TRL queues up to 1024 samples and drops what is too old when it comes to it; slipstream admits (4 + 1) x 4 groups until
-they are trained, and masks a rollout that is too old.
+Limits are equal on all sides and TRL's defaults: 64 requests in flight (4 batches), samples at most 4 versions old. Three sides:
+
+    trl           as it ships: whatever group is ready is queued, up to 1024 samples, and dropped if it is too old when its turn comes
+    shipped       slipstream as it ships, but for max_staleness = 4: (4 + 1) x 4 groups are admitted until they are trained, and a slow one
+                  is waited for (`buffer.window`), so that hardly anything is too old; a rollout that is leaves the loss
+    ready first   slipstream with TRL's rule: window = "unbounded", 32 groups in flight, and those that are too old dropped, even while
+                  they run (on_stale = "cancel_early")
 
 slipstream runs its local launcher, with an engine process that asks the server (`http_engine.py`) and a trainer that sleeps
-(`http_roles.py`). TRL runs its own rollout worker and trainer, with four replacements without which it does not run on a CPU (`peers/trl_async.py`). TRL's
-samples get the version that was live when their group began, slipstream's the one that was live when each rollout was asked for.
+(`http_roles.py`). TRL runs its own rollout worker and trainer, with four replacements without which it does not run on a CPU
+(`peers/trl_async.py`). TRL's samples get the version that was live when their group began, slipstream's the one that was live when each
+rollout was asked for.
 
 A side is given the same number of seconds from its first request on. Trained samples are those of the steps that ended by then; of the
 samples that the server has answered, those neither trained nor dropped are listed apart, as waiting. The bound is the slower side's speed:
@@ -31,7 +36,7 @@ import sys
 import time
 import urllib.request
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +50,8 @@ OUT = HERE / "out" / "vs_trl_async"
 GROUPS, GROUP_SIZE, NEW_TOKENS, STEP_S, LEARNING_RATE = 4, 4, 16, 0.2, 1e-4
 IN_FLIGHT, MAX_STALENESS = 64, 4
 SIGMA, LONGEST, VOCABULARY = 1.0, 4.0, 200
+SIDES = ("trl", "shipped", "ready first")
+READY_FIRST = {"window": "unbounded", "max_groups": 2 * IN_FLIGHT // GROUP_SIZE, "on_stale": "cancel_early"}
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0)  # generator over trainer
 SHORT_SPEEDS = (0.25, 1.0, 4.0)
 START_S = 180.0  # until the first request
@@ -104,7 +111,7 @@ def main() -> None:
     rows = [{"prompt": [{"role": "user", "content": f"say a {i}"}]} for i in range(64)]
     (OUT / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     speeds, seconds = (SHORT_SPEEDS, 12.0) if options.short else (SPEEDS, 20.0)
-    outcomes = {speed: {side: measure(side, speed, seconds, python) for side in ("trl", "slipstream")} for speed in speeds}
+    outcomes = {speed: {side: measure(side, speed, seconds, python) for side in SIDES} for speed in speeds}
     tell(report, outcomes)
     report.finish(options.json)
 
@@ -113,14 +120,15 @@ def main() -> None:
 
 
 def measure(side: str, speed: float, seconds: float, python: Path) -> Outcome:
-    folder = OUT / f"{side}-{speed:g}"
+    folder = OUT / f"{side.replace(' ', '-')}-{speed:g}"
     folder.mkdir()
     port = _free_port()
     with ExitStack() as stack:
         server = {"mean_s": mean_latency_s(speed), "sigma": SIGMA, "longest": LONGEST, "vocabulary": VOCABULARY, "seed": 0, "port": port}
         command = [str(python), str(HERE / "peers" / "latency_server.py"), json.dumps(server)]
         stack.callback(Program("server", command, folder / "server.log").close)
-        program = (_trl if side == "trl" else _slipstream)(folder, f"http://127.0.0.1:{port}", python)
+        url = f"http://127.0.0.1:{port}"
+        program = _trl(folder, url, python) if side == "trl" else _slipstream(folder, url, READY_FIRST if side == "ready first" else {})
         stack.callback(program.close)
         _until_first_request(port, program)
         steps = program.collect(seconds)
@@ -135,7 +143,8 @@ def _outcome(side: str, steps: list[dict[str, Any]], log: dict[str, Any]) -> Out
         trained, dropped = (steps[-1]["trained"], steps[-1]["dropped"]) if steps else (0, 0)
     else:  # every rollout has NEW_TOKENS tokens, of one version
         trained = sum(s["num_loss_tokens"] for s in steps) // NEW_TOKENS
-        dropped = sum(s["masked_stale_tokens"] for s in steps) // NEW_TOKENS
+        wasted = sum(value for s in steps for name, value in s.items() if name.startswith("wasted_tokens/"))
+        dropped = (wasted + sum(s["masked_stale_tokens"] for s in steps)) // NEW_TOKENS
     return Outcome(log["since_first_s"], len(steps), trained, dropped, log["finished"], log["most_running"])
 
 
@@ -158,7 +167,7 @@ def _trl(folder: Path, url: str, python: Path) -> Program:
     return Program("trl", [str(python), str(HERE / "peers" / "trl_async.py"), json.dumps(given)], folder / "trl.log", env)
 
 
-def _slipstream(folder: Path, url: str, python: Path) -> Program:
+def _slipstream(folder: Path, url: str, buffer: dict[str, Any]) -> Program:
     run = {
         "launch": "local",
         "run": {"folder": str(folder / "run")},
@@ -167,7 +176,7 @@ def _slipstream(folder: Path, url: str, python: Path) -> Program:
         "reward": [{"function": f"{HERE / 'peers' / 'count_a.py'}:count_a"}],
         "rollout": {"group_size": GROUP_SIZE, "max_new_tokens": NEW_TOKENS},
         "engine": {"slots": IN_FLIGHT, "max_context": 128},
-        "buffer": {"max_staleness": MAX_STALENESS},
+        "buffer": {"max_staleness": MAX_STALENESS, **buffer},
         "trainer": {"steps": MANY, "groups_per_step": GROUPS, "learning_rate": LEARNING_RATE},
         "checkpoint": {"every": MANY},
     }
@@ -207,7 +216,7 @@ def _log(port: int) -> dict[str, Any]:
 def tell(report: Report, outcomes: dict[float, dict[str, Outcome]]) -> None:
     rates = report.table(
         "Trained samples per second, by the generator's speed over the trainer's",
-        ("speed", "mean latency s", "bound", "TRL", "slipstream", "slipstream / TRL", "of the bound"),
+        ("speed", "mean latency s", "bound", *SIDES, "shipped / trl", "ready first / trl"),
     )
     shares = report.table(
         "What became of the samples that the server answered",
@@ -215,19 +224,15 @@ def tell(report: Report, outcomes: dict[float, dict[str, Outcome]]) -> None:
         "Trained share: of those that are no longer waiting. Waiting, at the end: in a queue, or in a group that is not whole.",
     )
     for speed, sides in outcomes.items():
-        trl, ours = sides["trl"], sides["slipstream"]
-        ratio = ours.rate / trl.rate if trl.rate else float("inf")
-        figures = (mean_latency_s(speed), bound(speed), trl.rate, ours.rate)
-        cells = (f"{speed:g}", *(f"{value:.3g}" for value in figures), f"{ratio:.2f}", f"{ours.rate / bound(speed):.2f}")
-        rates.rows.append(cells)
-        for name, side in (("TRL", trl), ("slipstream", ours)):
+        ratios = {name: sides[name].rate / max(sides["trl"].rate, 1e-9) for name in SIDES[1:]}
+        figures = (mean_latency_s(speed), bound(speed), *(sides[name].rate for name in SIDES))
+        rates.rows.append((f"{speed:g}", *(f"{value:.3g}" for value in figures), *(f"{value:.2f}" for value in ratios.values())))
+        for name, side in sides.items():
             counts = (side.answered, side.trained, side.dropped, side.waiting)
             shares.rows.append((f"{speed:g}", name, *map(str, counts), f"{side.trained_share:.3f}", str(side.most_running)))
-        report.at_least(f"generator {speed:g}x: slipstream / TRL, trained samples/s", ratio, 1.0, "x")
-        report.data[f"{speed:g}"] = {
-            name: {"seconds": s.seconds, "steps": s.steps, "trained": s.trained, "dropped": s.dropped, "answered": s.answered}
-            for name, s in sides.items()
-        }
+        for name, ratio in ratios.items():
+            report.at_least(f"generator {speed:g}x: {name} / trl, trained samples/s", ratio, 1.0, "x")
+        report.data[f"{speed:g}"] = {name: asdict(side) for name, side in sides.items()}
 
 
 if __name__ == "__main__":

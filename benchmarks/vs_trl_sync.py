@@ -45,6 +45,7 @@ HERE = Path(__file__).parent
 OUT = HERE / "out" / "vs_trl_sync"
 GROUPS, GROUP_SIZE, THREADS, LEARNING_RATE = 4, 8, 2, 2e-5
 ROUNDS = 3
+PASS_TOKENS = 2560  # of one forward and backward pass at most, on every side
 STEP_DEADLINE_S = 1500.0  # the first one holds the start, too
 MANY = 10_000  # steps: the programs are ended, they do not end
 
@@ -57,14 +58,13 @@ class Case:
     examples: int  # worked ones before the question
     endless: bool  # every completion has `new_tokens` tokens
     turn_steps: int  # in the long form
-    rows_per_pass: int  # of TRL, which is the faster or the only one that fits
     wanted: float  # times TRL's samples per second
 
 
 CASES = (
-    Case("short", "24 new tokens", 24, 0, False, 2, 32, 3.0),
-    Case("examples", "24 new tokens, long prompt", 24, 7, False, 1, 8, 3.0),
-    Case("long", "256 new tokens", 256, 0, True, 1, 8, 1.7),
+    Case("short", "24 new tokens", 24, 0, False, 2, 3.0),
+    Case("examples", "24 new tokens, long prompt", 24, 7, False, 1, 3.0),
+    Case("long", "256 new tokens", 256, 0, True, 1, 1.7),
 )
 SIDES = ("trl", "sync", "async")
 
@@ -144,7 +144,7 @@ def _start(side: str, case: Case, folder: Path, model: Path, rows: Path, num_pro
             "threads": THREADS,
             "groups": GROUPS,
             "group_size": GROUP_SIZE,
-            "rows_per_pass": case.rows_per_pass,
+            "rows_per_pass": rows_per_pass(num_prompt_tokens + case.new_tokens),
             "new_tokens": case.new_tokens,
             "learning_rate": LEARNING_RATE,
         }
@@ -155,6 +155,15 @@ def _start(side: str, case: Case, folder: Path, model: Path, rows: Path, num_pro
         command = [sys.executable, str(HERE / "step_lines.py"), str(run_file)]
     env = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     return Program(side, command, folder / f"{side}.log", {**env, "OMP_NUM_THREADS": str(THREADS), "TOKENIZERS_PARALLELISM": "false"})
+
+
+def rows_per_pass(row_tokens: int) -> int:
+    """Rollouts of a batch that TRL passes through the model at once: a divisor of the batch.
+
+    >>> rows_per_pass(76), rows_per_pass(316)
+    (32, 8)
+    """
+    return max(n for n in range(1, GROUPS * GROUP_SIZE + 1) if GROUPS * GROUP_SIZE % n == 0 and n * row_tokens <= PASS_TOKENS)
 
 
 def _settings(side: str, case: Case, folder: Path, model: Path, rows: Path, num_prompt_tokens: int) -> dict[str, Any]:
@@ -170,7 +179,13 @@ def _settings(side: str, case: Case, folder: Path, model: Path, rows: Path, num_
         "rollout": {"group_size": GROUP_SIZE, "max_new_tokens": case.new_tokens, "temperature": 1.0},
         "engine": {"threads": threads, "max_context": max(16, num_prompt_tokens + case.new_tokens)},
         "buffer": {"max_staleness": 0 if sync else 1},
-        "trainer": {"steps": MANY, "groups_per_step": GROUPS, "learning_rate": LEARNING_RATE, "threads": threads},
+        "trainer": {
+            "steps": MANY,
+            "groups_per_step": GROUPS,
+            "learning_rate": LEARNING_RATE,
+            "threads": threads,
+            "max_tokens_per_micro_batch": PASS_TOKENS,
+        },
         "loss": {"preset": "grpo"},  # TRL calls it dapo with epsilon_high = epsilon: clipped ratio, mean over the batch's tokens
         "checkpoint": {"every": MANY},
     }

@@ -26,7 +26,7 @@ class LatencyServer:
     def __init__(self, mean_s: float, sigma: float, longest: float, vocabulary: int, seed: int):
         self._random, self._vocabulary = random.Random(seed), vocabulary
         self._mean_s, self._sigma, self._longest_s = mean_s, sigma, longest * mean_s
-        self.started = self.finished = self.most_running = self.version = 0
+        self.started = self.running = self.finished = self.most_running = self.version = 0
         self.first_request: float | None = None  # monotonic seconds
         self.latency_s = 0.0  # sum
 
@@ -38,9 +38,13 @@ class LatencyServer:
         asked = await request.json()
         self.first_request = self.first_request or time.monotonic()
         self.started += 1
-        self.most_running = max(self.most_running, self.started - self.finished)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
         seconds = self.latency()
-        await asyncio.sleep(seconds)
+        try:
+            await asyncio.sleep(seconds)
+        finally:  # also where who asked is gone
+            self.running -= 1
         tokens = [self._random.randrange(self._vocabulary) for _ in range(asked["max_tokens"])]
         self.finished += 1
         self.latency_s += seconds
@@ -82,7 +86,7 @@ def main() -> None:
             web.get("/_log", server.log),
         ]
     )
-    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
+    web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None, handler_cancellation=True)
 
 
 if __name__ == "__main__":
