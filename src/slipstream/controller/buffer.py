@@ -10,7 +10,7 @@ import numpy as np
 
 from slipstream.controller.events import BatchRecorded, LeftOut, StaleRule
 from slipstream.controller.selection import NOT_SELECTED, usable
-from slipstream.controller.stale import tally, treat
+from slipstream.controller.stale import tally, trained_by, treat
 from slipstream.errors import StalenessError
 from slipstream.types import REFERENCE_LOGPROBS, TEACHER_LOGPROBS, Batch, Group, Rollout
 
@@ -54,7 +54,6 @@ def _bad_rollout(rollout: Rollout, newest_versions: dict[int, int]) -> str | Non
     length = len(rollout.token_ids)
     if not len(rollout.logprobs) == len(rollout.loss_mask) == length:
         return f"{length} tokens, {len(rollout.logprobs)} logprobs, {len(rollout.loss_mask)} mask entries"
-    sampled = np.zeros(length, dtype=bool)
     end = 0
     for span in rollout.spans:
         if not end <= span.start < span.end <= length:
@@ -62,26 +61,27 @@ def _bad_rollout(rollout: Rollout, newest_versions: dict[int, int]) -> str | Non
         newest = newest_versions.get(span.incarnation)
         if newest is None or not 0 <= span.version <= newest:
             return f"token of version {span.incarnation}.{span.version}, newest is {span.incarnation}.{newest}"
-        sampled[span.start : span.end] = True
         end = span.end
     frozen = {name: rollout.arrays[name] for name in (REFERENCE_LOGPROBS, TEACHER_LOGPROBS) if name in rollout.arrays}
     for name, logprobs in {"logprob": rollout.logprobs, **frozen}.items():
-        if problem := _bad_logprobs(name, logprobs, sampled):
+        if problem := _bad_logprobs(name, logprobs, rollout):
             return problem
-    if (rollout.loss_mask & ~sampled).any():
+    if sum(tokens for _, tokens in trained_by(rollout)) < np.count_nonzero(rollout.loss_mask):
         return "the loss mask covers tokens that the model did not sample"
     if rollout.reward is not None and not math.isfinite(rollout.reward):
         return f"reward {rollout.reward}"
     return None
 
 
-def _bad_logprobs(name: str, logprobs: np.ndarray, sampled: np.ndarray) -> str | None:
-    if logprobs.shape != sampled.shape:
-        return f"{name} of shape {logprobs.shape} for {len(sampled)} tokens"
-    values = logprobs[sampled]
-    if not np.isfinite(values).all():
-        return f"{name} {values[~np.isfinite(values)][0]}"
-    return f"positive {name} {values.max()}" if (values > 0).any() else None
+def _bad_logprobs(name: str, logprobs: np.ndarray, rollout: Rollout) -> str | None:
+    if logprobs.shape != rollout.token_ids.shape:
+        return f"{name} of shape {logprobs.shape} for {len(rollout.token_ids)} tokens"
+    for span in rollout.spans:
+        values = logprobs[span.start : span.end]
+        if not (values.max() <= 0 and values.min() > -np.inf):  # also for one that is not a number
+            bad = values[~np.isfinite(values)]
+            return f"{name} {bad[0]}" if len(bad) else f"positive {name} {values.max()}"
+    return None
 
 
 def has_zero_variance(rewards: Sequence[float]) -> bool:
@@ -115,30 +115,25 @@ def make_batch(step: int, groups: Sequence[Group], bounds: Sequence[int | None],
     treated = [treat(group, step, rule) for group in groups]
     made = tuple(t.group for t in treated if t.group is not None)
     assert len(made) == len(groups), "a group that is to be dropped was pulled"
-    trained = [r for g in made for r in g.rollouts if r.loss_mask.any()]
+    trained = [(r, spans) for g in made for r in g.rollouts if (spans := trained_by(r))]
     staleness: Counter[int] = Counter()
-    for rollout in trained:
-        for age, tokens in enumerate(np.bincount(step - rollout.model_versions()[rollout.loss_mask])):
-            staleness[age] += int(tokens)
+    for _, spans in trained:
+        for span, tokens in spans:
+            staleness[step - span.version] += tokens
     record = BatchRecorded(
         step=step,
         group_ids=tuple(g.group_id for g in groups),
         num_loss_tokens=sum(staleness.values()),
         num_samples=len(trained),
-        num_several_versions=sum(_has_several_versions(r) for r in trained),
-        staleness=tuple(sorted((age, tokens) for age, tokens in staleness.items() if tokens)),
+        num_several_versions=sum(len({(span.incarnation, span.version) for span, _ in spans}) > 1 for _, spans in trained),
+        staleness=tuple(sorted(staleness.items())),
         num_masked_tokens=sum(t.num_masked for t in treated),
         num_down_weighted_tokens=sum(t.num_down_weighted for t in treated),
-        kept=tally(trained),
+        kept=tally([rollout for rollout, _ in trained]),
         dropped=tally([r for t in treated for r in t.dropped]),
         rule=rule,
     )
     return Batch(step=step, groups=made, num_loss_tokens=record.num_loss_tokens), record
-
-
-def _has_several_versions(rollout: Rollout) -> bool:
-    """Whether its trained tokens were sampled by more than one version."""
-    return len({(s.incarnation, s.version) for s in rollout.spans if rollout.loss_mask[s.start : s.end].any()}) > 1
 
 
 def _check_bound(step: int, group: Group, bound: int | None) -> None:

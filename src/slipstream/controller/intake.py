@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from slipstream.config.settings import Config
@@ -24,7 +25,13 @@ from slipstream.errors import LedgerError, RunFailed
 from slipstream.protocols import Clock
 from slipstream.types import Assignment, Draw, Group, GroupStatus, PrefixChunk
 
+_PLACE = attrgetter("group_id", "sample", "start")
 UNFIT_CAUSES = ("prompt does not fit", "bad prompt", "chat template")  # failures that another attempt cannot change
+
+
+def _oldest_version(chunk: PrefixChunk) -> int:
+    """Among its tokens; -1 where there are none."""
+    return min([span.version for span in chunk.spans], default=-1)
 
 
 class Intake:
@@ -77,9 +84,8 @@ class Intake:
         """New groups that may be admitted now; the first of them may run on some engine."""
         state = self._state
         needed = admission.still_needed(self._config.trainer.steps, state.next_batch, state.groups_per_step, len(state.live))
-        if not self._may_run(state.next_draw):
-            return 0
-        return min(needed, admission.free_slots(state.slots_taken, state.num_slots))
+        free = min(needed, admission.free_slots(state.slots_taken, state.num_slots))
+        return free if free and self._may_run(state.next_draw) else 0
 
     @property
     def round_over(self) -> bool:
@@ -152,8 +158,9 @@ class Intake:
         """Record chunks; what is known already, or belongs to an attempt that is over, is left out."""
         fresh: list[PrefixChunk] = []
         lengths: dict[tuple[int, int], int] = {}
-        for chunk in sorted(chunks, key=lambda c: (c.group_id, c.sample, c.start)):
-            group = self._state.live.get(chunk.group_id)
+        state = self._state
+        for chunk in sorted(chunks, key=_PLACE):
+            group = state.live.get(chunk.group_id)
             if group is None or group.status is not GroupStatus.RUNNING or group.attempt_of(chunk.sample) != chunk.attempt:
                 continue
             key = (chunk.group_id, chunk.sample)
@@ -166,12 +173,11 @@ class Intake:
                 lengths[key] = end
         if not fresh:
             return
-        facts = tuple(
-            (c.group_id, c.sample, c.attempt, c.start, len(c.token_ids), min((s.version for s in c.spans), default=-1)) for c in fresh
-        )
+        facts = tuple((c.group_id, c.sample, c.attempt, c.start, len(c.token_ids), _oldest_version(c)) for c in fresh)
         self._journal.record(ev.PrefixesRecorded(chunks=facts), fresh)
         for chunk in fresh:
-            self._note_end(chunk)
+            if chunk.stop_reason is not None:
+                self._note_end(chunk)
 
     def _has_ended(self, chunk: PrefixChunk) -> bool:
         return chunk.sample in self._ended_samples.get(chunk.group_id, ())

@@ -54,6 +54,7 @@ CREATE TABLE checkpoints (step INTEGER NOT NULL, incarnation INTEGER NOT NULL, l
 """
 _CHUNKS: Any = PrefixChunk | list[PrefixChunk]  # what a row of prefixes holds
 _group_id = attrgetter("group_id")
+_INSERT_PREFIXES = "INSERT INTO prefixes (group_id, attempt, sample, start, incarnation, seq, payload) VALUES (?, ?, ?, ?, ?, ?, ?)"
 DATA_TABLES = ("groups", "prefixes", "batches", "evaluations", "versions", "checkpoints")
 
 
@@ -253,13 +254,12 @@ class Ledger(LedgerReader):
         elif isinstance(data, EvalResult):
             self._replace("evaluations", {"number": data.number, "version": data.version} | common | {"payload": encode(data)})
         else:
-            for _, group in groupby(data, key=_group_id):
-                self._put_chunks(list(group), common)
-
-    def _put_chunks(self, chunks: list[PrefixChunk], common: dict[str, Any]) -> None:
-        first = chunks[0]
-        key = {"group_id": first.group_id, "attempt": first.attempt, "sample": first.sample, "start": first.start}
-        self._insert("prefixes", key | common | {"payload": encode(chunks if len(chunks) > 1 else first)})
+            rows = [
+                (c.group_id, c.attempt, c.sample, c.start, incarnation, self._seq, encode([c, *more] if more else c))
+                for c, *more in (chunks for _, chunks in groupby(data, key=_group_id))
+            ]
+            with self._errors():
+                self._db.executemany(_INSERT_PREFIXES, rows)
 
     def commit(self) -> None:
         """Make everything since the last commit durable. Nothing to do is free."""
@@ -304,11 +304,8 @@ class Ledger(LedgerReader):
         if not self._db.in_transaction:
             self._write("BEGIN IMMEDIATE")
 
-    def _insert(self, table: str, row: dict[str, Any], verb: str = "INSERT") -> None:
-        self._write(f"{verb} INTO {table} ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", *row.values())
-
     def _replace(self, table: str, row: dict[str, Any]) -> None:
-        self._insert(table, row, "INSERT OR REPLACE")
+        self._write(f"INSERT OR REPLACE INTO {table} ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})", *row.values())
 
     def _write(self, sql: str, *values: object) -> None:
         try:

@@ -12,6 +12,7 @@ import numpy as np
 from slipstream.controller.buffer import has_zero_variance
 from slipstream.controller.events import BatchRecorded, StepFinished
 from slipstream.controller.run_state import Member, RunState
+from slipstream.controller.stale import trained_by
 from slipstream.controller.totals import Totals
 from slipstream.types import Group, StepReport
 
@@ -127,10 +128,10 @@ def version_spreads(groups: Sequence[Group]) -> dict[str, Any]:
     """How many versions lie between the oldest and the newest trained token: within a rollout, and within a group."""
     of_rollouts, of_groups = [], []
     for group in groups:
-        trained = [versions for r in group.rollouts if len(versions := r.model_versions()[r.loss_mask])]
-        of_rollouts += [int(versions.max() - versions.min()) for versions in trained]
+        trained = [[span.version for span, _ in spans] for r in group.rollouts if (spans := trained_by(r))]
+        of_rollouts += [max(versions) - min(versions) for versions in trained]
         if trained:
-            of_groups.append(int(max(v.max() for v in trained) - min(v.min() for v in trained)))
+            of_groups.append(max(map(max, trained)) - min(map(min, trained)))
     return {
         "version_spread_mean": _ratio(sum(of_rollouts), len(of_rollouts)),
         "version_spread_max": max(of_rollouts, default=None),

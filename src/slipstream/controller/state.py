@@ -76,22 +76,19 @@ def _admitted(state: RunState, event: ev.Admitted) -> None:
 
 def _prefixes_recorded(state: RunState, event: ev.PrefixesRecorded) -> None:
     lengths: dict[tuple[int, int], int] = {}
-    oldest: dict[tuple[int, int], int] = {}
-    for group_id, sample, attempt, start, num_tokens, version in event.chunks:
+    for group_id, sample, attempt, start, num_tokens, _ in event.chunks:
         group = state.running_group(group_id)
-        _check_sample(group, sample, attempt)
+        if attempt != group.attempt_of(sample):
+            _check_sample(group, sample, attempt)
         length = lengths.get((group_id, sample), group.prefix_tokens.get(sample, 0))
-        refuse_unless(
-            start == length, f"prefix of group {group_id} sample {sample} starts at token {start}, but {length} tokens are recorded"
-        )
+        if start != length:
+            raise LedgerError(f"prefix of group {group_id} sample {sample} starts at token {start}, but {length} tokens are recorded")
         lengths[group_id, sample] = start + num_tokens
-        if num_tokens:
-            oldest[group_id, sample] = min(version, oldest.get((group_id, sample), version))
-    for (group_id, sample), length in lengths.items():
-        state.live[group_id].prefix_tokens[sample] = length
-    for (group_id, sample), version in oldest.items():
-        versions = state.live[group_id].prefix_versions
-        versions[sample] = min(version, versions.get(sample, version))
+    for group_id, sample, _, start, num_tokens, version in event.chunks:  # all of it is legal
+        group = state.live[group_id]
+        group.prefix_tokens[sample] = start + num_tokens
+        if num_tokens and version < group.prefix_versions.get(sample, version + 1):
+            group.prefix_versions[sample] = version
 
 
 def _sample_interrupted(state: RunState, event: ev.SampleInterrupted) -> None:
