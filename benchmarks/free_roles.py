@@ -5,7 +5,7 @@
     serve_weights    an engine without requests: takes every version and confirms it
     Groups           a rollout worker without an engine: groups that are sampled elsewhere, at one token per turn of a virtual clock
 
-So what a run with them costs is what the library costs. `FreeEngine.seconds` is what the stand-in itself took, to be subtracted.
+So what a run with them costs is what the library costs. `seconds` of engine and groups is CPU time of the stand-in itself, to be subtracted.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from slipstream.config import Config
 from slipstream.controller.controller import Controller, open_controller
 from slipstream.controller.run_folder import RunFolder
 from slipstream.observe.observer import open_observer
-from slipstream.protocols import CheckpointManifest, ControllerAPI, Manifest, WeightsOffer
+from slipstream.protocols import CheckpointManifest, ControllerAPI, Manifest, Observer, WeightsOffer
 from slipstream.types import (
     Assignment,
     EngineReport,
+    EvalResult,
     Frame,
     GenerateRequest,
     Group,
@@ -69,12 +70,29 @@ def length_of(group_id: int, sample: int, mean: int) -> int:
     return mean // 2 + (group_id * 2_654_435_761 + sample * 40_503 + 12_345) % 65_521 * mean // 65_521
 
 
-def open_run(folder: Path, config: Config, num_rows: int = 512) -> Controller:
-    """A controller on a new run folder, with the files that a run writes and no display."""
-    place = RunFolder.create("benchmark", folder) if not folder.exists() else RunFolder.open(folder)
+class Marking:
+    """The observer of a run (metrics.jsonl, samples.jsonl, no display), and `on_step(s)` once s steps are made and durable."""
+
+    def __init__(self, observer: Observer, on_step: Callable[[int], object]):
+        self._observer, self._on_step = observer, on_step
+
+    def step(self, line: dict[str, Any], groups: tuple[Group, ...]) -> None:
+        self._observer.step(line, groups)
+        self._on_step(line["version"])
+
+    def evaluation(self, line: dict[str, Any], result: EvalResult) -> None:
+        self._observer.evaluation(line, result)
+
+    def note(self, text: str) -> None:
+        self._observer.note(text)
+
+
+def open_run(folder: Path, config: Config, on_step: Callable[[int], object] = lambda step: None, num_rows: int = 512) -> Controller:
+    """A controller on this run folder, new or not, with the files that a run writes."""
+    place = RunFolder.open(folder) if folder.exists() else RunFolder.create("benchmark", folder)
     place.save_config(config)
-    rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(num_rows)]
-    observer = open_observer(folder, config)
+    rows = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(num_rows)]
+    observer = Marking(open_observer(folder, config), on_step)
     return open_controller(place, config, rows=rows, data_fingerprint="rows", broker=SlotBroker(), observer=observer)
 
 
@@ -99,11 +117,11 @@ class FreeEngine:
         self._keys: dict[int, RequestKey] = {}
 
     def submit(self, request: GenerateRequest) -> int:
-        began = time.perf_counter()
+        began = time.thread_time()
         self._last_handle += 1
         self._by_key[request.key], self._keys[self._last_handle] = self._last_handle, request.key
         self._waiting.append((self._last_handle, request))
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.thread_time() - began
         return self._last_handle
 
     def cancel(self, handle: int) -> None:
@@ -139,7 +157,7 @@ class FreeEngine:
         return self.version[1] >= 0 and (len(self._handles) > 0 or any(r.min_version <= self.version[1] for _, r in self._waiting))
 
     def tick(self) -> Frame:
-        began = time.perf_counter()
+        began = time.thread_time()
         started = self._start()
         at = self.num_ticks * 4_099 % _TABLE
         handles, count = self._handles, len(self._handles)
@@ -164,7 +182,7 @@ class FreeEngine:
             finished=finished,
             prefilled=tuple((handle, *self.version) for handle in started),
         )
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.thread_time() - began
         return frame
 
     def _start(self) -> list[int]:
@@ -207,9 +225,8 @@ async def train(
     config: Config,
     start_step: int,
     checkpoints: Path,
-    on_step: Callable[[int], object] = lambda step: None,
 ) -> None:
-    """The trainer's loop without a model (`trainer/loop.py`). `on_step(s)`: s steps are made and reported."""
+    """The trainer's loop (`trainer/loop.py`) without a model."""
     step = start_step
     _, incarnation, _ = await controller.checkpoint_context()
     await _publish(controller, incarnation, step)
@@ -220,7 +237,6 @@ async def train(
         await controller.finish_step(StepReport(step=step - 1, version=step, checksum=_checksum(step), metrics={"loss": 0.0}))
         if step % config.checkpoint.every == 0 or step == config.trainer.steps:
             await _checkpoint(controller, checkpoints, step)
-        on_step(step)
 
 
 async def _publish(controller: ControllerAPI, incarnation: int, version: int) -> None:
@@ -290,12 +306,11 @@ class Groups:
     """
 
     def __init__(self, controller: ControllerAPI, config: Config, mean_tokens: int):
+        self.seconds = 0.0
         self._controller, self._config, self._mean = controller, config, mean_tokens
         self._now = 0
         self._queue: list[tuple[int, int, int]] = []  # (turn, group id, tokens): a chunk boundary of the group's samples
         self._tasks: dict[int, Assignment] = {}
-        self._version = (1, 0)
-        self._finishing: set[asyncio.Task[None]] = set()
         self._started = asyncio.Event()
 
     async def run(self) -> None:
@@ -318,19 +333,26 @@ class Groups:
             while not self._queue:
                 self._started.clear()
                 await self._started.wait()
-            turn = self._now = max(self._now, self._queue[0][0])
-            due: list[tuple[int, int]] = []
-            while self._queue and self._queue[0][0] <= turn:
-                _, group_id, tokens = heapq.heappop(self._queue)
-                due.append((group_id, tokens))
-            await self._controller.progress([chunk for group_id, tokens in due for chunk in self._chunks(group_id, tokens)])
-            for group_id, tokens in due:
-                if tokens >= self._longest(group_id):
-                    task = tasks.create_task(self._controller.finish_group(self._group(self._tasks.pop(group_id))))
-                    self._finishing.add(task)
-                    task.add_done_callback(self._finishing.discard)
-                else:
-                    self._push(group_id, tokens)
+            chunks, finished = self._turn()
+            await self._controller.progress(chunks)
+            for group in finished:
+                tasks.create_task(self._controller.finish_group(group))
+
+    def _turn(self) -> tuple[list[PrefixChunk], list[Group]]:
+        """What falls due at the next turn at which anything does."""
+        began = time.thread_time()
+        self._now = max(self._now, self._queue[0][0])
+        chunks: list[PrefixChunk] = []
+        finished: list[Group] = []
+        while self._queue and self._queue[0][0] <= self._now:
+            _, group_id, tokens = heapq.heappop(self._queue)
+            chunks += self._chunks(group_id, tokens)
+            if tokens >= self._longest(group_id):
+                finished.append(self._group(self._tasks.pop(group_id)))
+            else:
+                self._push(group_id, tokens)
+        self.seconds += time.thread_time() - began
+        return chunks, finished
 
     def _push(self, group_id: int, tokens: int) -> None:
         """The next turn at which a sample of the group has a chunk to record: a boundary or its end."""
@@ -363,7 +385,7 @@ class Groups:
 
     def _group(self, task: Assignment) -> Group:
         rollouts = tuple(self._rollout(task, sample) for sample in range(self._config.rollout.group_size))
-        prompt = [{"role": "user", "content": task.row["question"]}]
+        prompt = [{"role": "user", "content": task.row["prompt"]}]
         return Group(
             group_id=task.group_id,
             attempt=task.attempt,
@@ -405,14 +427,3 @@ def _sampled_logprobs(length: int) -> np.ndarray:
     logprobs = _LOGPROBS[:length].copy()
     logprobs[:PROMPT_TOKENS] = 0.0
     return logprobs
-
-
-def log_slope(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """The exponent b of cost = a size^b, by least squares on logarithms.
-
-    >>> round(log_slope([1, 10, 100], [3, 30, 300]), 6)
-    1.0
-    """
-    x, y = np.log(np.asarray(sizes, float)), np.log(np.asarray(costs, float))
-    x -= x.mean()
-    return float((x * (y - y.mean())).sum() / (x * x).sum())
