@@ -102,7 +102,7 @@ def token_gradients(loss, max_tokens):
     whole_batch = objective.whole_batch_weight(starts, samplers).split([len(start) for _, start in parts])
     total, derivatives, rejected = 0.0, [], []
     for (m, start), weight in zip(parts, whole_batch, strict=True):
-        logprob = (start + 0.3 * torch.sin(37 * start)).requires_grad_()  # a later update: the model has moved off the start
+        logprob = (start + 0.3 * torch.sin(37 * m.sampler_logprob)).requires_grad_()  # a later update: the model has moved off the start
         value = objective(m, TokenOutputs(logprob, torch.zeros_like(start), None), start, weight)
         total += value.loss.item()
         derivatives.append(torch.autograd.grad(value.loss, logprob)[0])

@@ -29,7 +29,7 @@ def head_logits(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     head = copy.copy(model)  # shares the parameters; only its table of children is its own
     head._modules = dict(model._modules)
     head._modules[_body_name(model)] = _PassThrough()
-    return head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
+    return head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)  # whose gradient is a view; that of [0] is a copy
 
 
 def _body_name(model: nn.Module) -> str:

@@ -41,11 +41,12 @@ def packed_attention(
 ) -> torch.Tensor:
     """Attention output [1, T, H, D]. Differentiable; called again in the backward pass under gradient checkpointing."""
     plan = _plan(layout, sliding_window, query.dtype, query.device)
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H or K, D]
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, H or K, D]
+    queries = _Place.apply(query, plan.query_index, plan.output_index, None).split(plan.query_sizes)
+    keys, values = (x.index_select(0, plan.key_index).split(plan.key_sizes) for x in (key, value))
     outputs = []
-    for batch in plan.batches:
-        q = _rows(query, batch.query_index, batch.num_rows)
-        k, v = (_rows(x, batch.key_index, batch.num_rows) for x in (key, value))
+    for batch, *rows in zip(plan.batches, queries, keys, values, strict=True):
+        q, k, v = (x.unflatten(0, (batch.num_rows, -1)).transpose(1, 2) for x in rows)  # [n, H or K, L or A + L, D]
         if softcap is None and sinks is None:
             causal = batch.mask is None
             grouped = q.shape[1] != k.shape[1]
@@ -53,12 +54,23 @@ def packed_attention(
         else:
             out = _plain_attention(q, k, v, batch.mask, scaling, softcap, sinks)
         outputs.append(out.transpose(1, 2).flatten(0, 1))  # [n * L, H, D]
-    return torch.cat(outputs).index_select(0, plan.output_index)[None]
+    return _Place.apply(torch.cat(outputs), plan.output_index, plan.query_index, plan.pads).unsqueeze(0)
 
 
-def _rows(packed: torch.Tensor, index: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[T, H, D] -> [n, H, L, D]."""
-    return packed.index_select(0, index).unflatten(0, (num_rows, -1)).transpose(1, 2)
+class _Place(torch.autograd.Function):
+    """x[index], where every token is at exactly one place and `back` says at which: so its gradient is gathered too, where that of
+    `index_select` is added up in a row of zeros. `pads` are the places of the gradient that no token is at, or None: there it is 0.
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, index: torch.Tensor, back: torch.Tensor, pads: torch.Tensor | None) -> torch.Tensor:
+        ctx.back, ctx.pads = back, pads
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        out = gradient.index_select(0, ctx.back)
+        return (out if ctx.pads is None else out.index_fill_(0, ctx.pads, 0.0)), None, None, None
 
 
 def _plain_attention(
@@ -94,15 +106,20 @@ class _Batch:
     """Rows that share one call. Row r holds queries [r * L, (r + 1) * L) of `query_index`."""
 
     num_rows: int
-    query_index: torch.Tensor  # int64[n * L] into the packed tokens; pads repeat the row's first token
-    key_index: torch.Tensor  # int64[n * (A + L)]; ancestors (padded on the left), then own tokens (padded on the right)
+    query_index: np.ndarray  # int64[n * L] into the packed tokens; pads repeat the row's first token
+    key_index: np.ndarray  # int64[n * (A + L)]; ancestors (padded on the left), then own tokens (padded on the right)
     mask: torch.Tensor | None  # additive [n or 1, 1, L, A + L]; None: plain causal
 
 
 @dataclass(frozen=True)
 class _Plan:
     batches: tuple[_Batch, ...]
-    output_index: torch.Tensor  # int64[T] into the batches' outputs, one after another
+    query_index: torch.Tensor  # those of all batches, one after another
+    key_index: torch.Tensor
+    query_sizes: list[int]  # per batch
+    key_sizes: list[int]
+    output_index: torch.Tensor  # int64[T]: where each packed token is in `query_index`
+    pads: torch.Tensor | None  # int64: the places of `query_index` that are padding; None: there are none
 
 
 @dataclass(frozen=True)
@@ -133,7 +150,17 @@ def _make_plan(layout: PackedLayout, window: int | None, dtype: torch.dtype, dev
             output_index[row.tokens] = np.arange(at, at + len(row.tokens))
             at += longest
         batches.append(_make_batch(rows, window, dtype, device))
-    return _Plan(tuple(batches), torch.from_numpy(output_index).to(device))
+    padding = np.ones(at, dtype=bool)
+    padding[output_index] = False
+    return _Plan(
+        batches=tuple(batches),
+        query_index=torch.from_numpy(np.concatenate([b.query_index for b in batches])).to(device),
+        key_index=torch.from_numpy(np.concatenate([b.key_index for b in batches])).to(device),
+        query_sizes=[len(b.query_index) for b in batches],
+        key_sizes=[len(b.key_index) for b in batches],
+        output_index=torch.from_numpy(output_index).to(device),
+        pads=torch.from_numpy(np.flatnonzero(padding)).to(device) if padding.any() else None,
+    )
 
 
 def _make_rows(layout: PackedLayout, window: int | None) -> list[_Row]:
@@ -180,8 +207,8 @@ def _make_batch(rows: list[_Row], window: int | None, dtype: torch.dtype, device
         key_index[r, num_ancestors : num_ancestors + len(row.tokens)] = row.tokens
     return _Batch(
         num_rows=len(rows),
-        query_index=torch.from_numpy(query_index.reshape(-1)).to(device),
-        key_index=torch.from_numpy(key_index.reshape(-1)).to(device),
+        query_index=query_index.reshape(-1),
+        key_index=key_index.reshape(-1),
         mask=_make_mask(rows, num_tokens, num_ancestors, window, dtype, device),
     )
 

@@ -20,6 +20,7 @@ from slipstream.models.head import head_logits
 from slipstream.sampling_mask import decode_kept
 from slipstream.trainer.kl import full_kl
 
+_BLOCK_LOGITS = 1 << 17  # logits that pass through the softmax together: three arrays of them fit a core's cache
 _CUT_OFF = -1e30  # a logit of probability 0; finite, since 0 times infinity is NaN in the entropy
 
 
@@ -123,23 +124,35 @@ def _cut_off(kept: tuple[bytes, ...], vocabulary: int) -> torch.Tensor:
 
 
 class _LogprobAndEntropy(torch.autograd.Function):
-    """(logprob [N] of the targets, entropy [R] of the rows) of logits [R, V], in as few passes over them as there can be.
+    """(logprob [N] of the targets, entropy [R] of the rows) of logits [R, V].
 
-    With p = softmax(logits[r]) and H its entropy, for the row r of token n:
+    With x = logits[r] - max, e = exp(x), Z = sum e, p = e / Z, for the row r of token n and its entropy H:
 
-        d logprob[n] / d logits[r] = onehot(target n) - p          p is at hand from the entropy
+        log p = x - log Z        H = log Z - sum(p x)
+        d logprob[n] / d logits[r] = onehot(target n) - p
         d H[r] / d logits[r]       = -p (log p + H)                only where the entropy has a gradient
+
+    One exponential per logit, and e is all that is kept: the gradient is made in its place. A few rows at a time pass through all of it,
+    so that they stay in the cache: a vocabulary's worth of logits is read once and e written once.
     """
 
     @staticmethod
     def forward(
         ctx, logits: torch.Tensor, row: torch.Tensor, target_ids: torch.Tensor, entropy_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logs = logits.log_softmax(dim=-1)
-        logprob = logs[row, target_ids]
-        probability = logs.exp()
-        entropy = -logs.mul_(probability).sum(dim=-1)
-        ctx.save_for_backward(probability, row, target_ids, entropy)
+        kept = torch.empty_like(logits)  # e
+        highest, total, mean = logits.new_empty(3, len(logits)).unbind()
+        block = max(1, _BLOCK_LOGITS // logits.shape[1])
+        for x, e, top, z, m in zip(*(part.split(block) for part in (logits, kept, highest, total, mean)), strict=True):
+            torch.amax(x, dim=-1, out=top)
+            x = x - top[:, None]
+            torch.exp(x, out=e)
+            torch.sum(e, dim=-1, out=z)
+            torch.linalg.vecdot(e, x, out=m)
+        log_total = total.log()
+        logprob = logits[row, target_ids] - highest[row] - log_total[row]  # in this order: the first difference rounds nothing off
+        entropy = log_total - mean / total
+        ctx.save_for_backward(kept, total, row, target_ids, entropy)
         ctx.entropy_gradient = entropy_gradient
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -147,9 +160,12 @@ class _LogprobAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor, entropy_gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
-        probability, row, target_ids, entropy = ctx.saved_tensors
-        per_row = torch.zeros_like(entropy).index_add_(0, row, gradient)
-        out = probability * -per_row[:, None]
+        kept, total, row, target_ids, entropy = ctx.saved_tensors
+        scale = torch.zeros_like(total).index_add_(0, row, -gradient)
         if ctx.entropy_gradient:
-            out -= (torch.xlogy(probability, probability) + probability * entropy[:, None]) * entropy_gradient[:, None]
-        return out.index_put_((row, target_ids), gradient, accumulate=True), None, None, None
+            probability = kept / total[:, None]
+            by_entropy = (torch.xlogy(probability, probability) + probability * entropy[:, None]) * entropy_gradient[:, None]
+            kept.mul_((scale / total)[:, None]).sub_(by_entropy)
+        else:
+            kept.mul_((scale / total)[:, None])
+        return kept.index_put_((row, target_ids), gradient, accumulate=True), None, None, None

@@ -265,7 +265,7 @@ def _check_known(batch: Batch, sequences: list[Sequence], known: int) -> None:
 def _hidden(model: nn.Module, m: MicroBatch) -> torch.Tensor:
     """The body's last hidden states [T, d] of the packed tokens."""
     body = base_model(model)
-    return body(input_ids=m.input_ids, position_ids=m.position_ids, layout=m.layout, use_cache=False).last_hidden_state[0]
+    return body(input_ids=m.input_ids, position_ids=m.position_ids, layout=m.layout, use_cache=False).last_hidden_state.squeeze(0)
 
 
 def _no_dropout(model: nn.Module) -> None:
