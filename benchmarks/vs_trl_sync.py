@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -72,6 +73,7 @@ SIDES = ("trl", "sync", "async")
 def main() -> None:
     report, options = start("vs_trl_sync", __doc__.splitlines()[0], _options)
     cases = [case for case in CASES if case.name in (options.cases or [c.name for c in (CASES[:1] if options.short else CASES)])]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no stopped program is left behind
     python = peer_python()
     results = {}
     for case in cases:
@@ -208,9 +210,9 @@ def tell(report: Report, cases: list[Case], results: dict[str, dict[str, list[Tu
     )
     bounds = report.table(
         "What sharing the prompt can give at most",
-        ("case", "P", "R", "training", "generation", "step", "sync / TRL", "async / TRL", "GFLOP/s TRL", "sync", "async"),
-        "Times as many samples, by FLOPs: each prompt once a group instead of once a rollout. GFLOP/s counts the matrices of the tokens "
-        "that each side computes.",
+        ("case", "P", "R", "bound", "sync / TRL", "async / TRL", "GFLOP/s TRL", "sync", "async"),
+        "Bound: times as many samples, by FLOPs, if each prompt is computed once a group instead of once a rollout. GFLOP/s counts the "
+        "matrices of the tokens that each side has to compute, padding not included.",
     )
     for case in cases:
         turns = results[case.name]
@@ -226,7 +228,7 @@ def tell(report: Report, cases: list[Case], results: dict[str, dict[str, list[Tu
             (case.title, *(spread(rates[side]) for side in SIDES), f"{ratio['sync']:.2f}", f"{ratio['async']:.2f}", f"{own:.2f}")
         )
         shape = Shape(figures["trl"]["prompt"], figures["trl"]["new"], GROUP_SIZE, BODY_PARAMETERS, HEAD_PARAMETERS)
-        gains = (shape.training, shape.generation, shape.step, ratio["sync"], ratio["async"])
+        gains = (shape.gain, ratio["sync"], ratio["async"])
         flops = (f"{_gflops(figures[side], statistics.median(rates[side]), shared=side != 'trl'):.0f}" for side in SIDES)
         bounds.rows.append((case.title, f"{shape.prompt:.0f}", f"{shape.new:.0f}", *(f"{gain:.2f}" for gain in gains), *flops))
         report.data[case.name] = {

@@ -10,29 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import random
 import sys
 import time
 
 from aiohttp import web
+from latency import draw
 
 LOGPROB = -5.5  # of every token
 
 
 class LatencyServer:
-    """Latencies are drawn in the order in which requests come; mean and shape as given, cut at `longest` times the mean."""
+    """Latencies are drawn in the order in which requests come (`latency.draw`)."""
 
     def __init__(self, mean_s: float, sigma: float, longest: float, vocabulary: int, seed: int):
         self._random, self._vocabulary = random.Random(seed), vocabulary
-        self._mean_s, self._sigma, self._longest_s = mean_s, sigma, longest * mean_s
+        self._shape = (mean_s, sigma, longest)
         self.started = self.running = self.finished = self.most_running = self.version = 0
         self.first_request: float | None = None  # monotonic seconds
         self.latency_s = 0.0  # sum
-
-    def latency(self) -> float:
-        mu = math.log(self._mean_s) - self._sigma**2 / 2
-        return min(self._longest_s, self._random.lognormvariate(mu, self._sigma))
 
     async def complete(self, request: web.Request) -> web.Response:
         asked = await request.json()
@@ -40,7 +36,7 @@ class LatencyServer:
         self.started += 1
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        seconds = self.latency()
+        seconds = draw(self._random, *self._shape)
         try:
             await asyncio.sleep(seconds)
         finally:  # also where who asked is gone
