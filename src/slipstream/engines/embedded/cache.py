@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from slipstream.engines.embedded.blocks import BlockAllocator
+from slipstream.engines.embedded.products import Products
 from slipstream.engines.embedded.prompts import PromptStore
 from slipstream.engines.embedded.states import StateStore
 from slipstream.models.head import base_model
@@ -39,6 +40,7 @@ class Cache:
         routers: Routers | None = None,
     ):
         self._model, self._routers = model, routers
+        self.products = Products(model)
         self.blocks_per_sequence = -(-max_context // BLOCK_TOKENS)
         num_blocks = slots * (self.blocks_per_sequence + 1) + saved_states * self.blocks_per_sequence + 1
         self.pool = KVPool(min(num_blocks, slots * _FIRST_BLOCKS + 1))
@@ -97,7 +99,8 @@ class Cache:
 
     def _run(self, tokens: torch.Tensor, layout: PagedLayout) -> torch.Tensor:
         body = base_model(self._model)
-        return body(input_ids=tokens, position_ids=layout.positions, use_cache=False, layout=layout).last_hidden_state
+        with self.products.columns():
+            return body(input_ids=tokens, position_ids=layout.positions, use_cache=False, layout=layout).last_hidden_state
 
     def _take(self, keep: tuple | None) -> int:
         while not self.blocks.num_free:

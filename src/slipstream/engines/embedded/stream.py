@@ -224,7 +224,9 @@ class Stream:
             blocks=num_blocks,
         )
         tokens = torch.from_numpy(np.pad(self._last[rows], (0, padding))).to(device)[:, None]
-        return head_logits(self.model, self.cache.forward(tokens, layout)[:, 0])
+        hidden = self.cache.forward(tokens, layout)[:, 0]
+        with self.cache.products.columns():
+            return head_logits(self.model, hidden)
 
     # ---- keys and values ---------------------------------------------------------------------------------------------------
 
