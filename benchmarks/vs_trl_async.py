@@ -20,7 +20,7 @@ slipstream runs its local launcher, with an engine process that asks the server 
 (`peers/trl_async.py`). TRL's samples get the version that was live when their group began, slipstream's the one that was live when each
 rollout was asked for.
 
-A side is given the same number of seconds from its first request on. Trained samples are those of the steps that ended by then; of the
+A side is watched for the same number of seconds from its first request on. Trained samples are those of the steps that ended by then; of the
 samples that the server has answered, those neither trained nor dropped are listed apart, as waiting. The bound is the slower side's speed:
 the trainer's batch per 0.2 s, or the rollouts in flight per mean time.
 """
@@ -102,6 +102,11 @@ def bound(speed: float) -> float:
     return min(1.0, speed) * GROUPS * GROUP_SIZE / STEP_S
 
 
+def seconds(speed: float, short: bool) -> float:
+    """How long a side is watched: long enough for the slowest answers to come several times."""
+    return max(12.0, 6 * mean_latency_s(speed)) if short else max(20.0, 12 * mean_latency_s(speed))
+
+
 def main() -> None:
     report, options = start("vs_trl_async", __doc__.splitlines()[0])
     python = peer_python()
@@ -110,8 +115,8 @@ def main() -> None:
     subprocess.run([str(python), str(HERE / "peers" / "tiny_model.py"), str(OUT / "tiny")], check=True, timeout=START_S)
     rows = [{"prompt": [{"role": "user", "content": f"say a {i}"}]} for i in range(64)]
     (OUT / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    speeds, seconds = (SHORT_SPEEDS, 12.0) if options.short else (SPEEDS, 20.0)
-    outcomes = {speed: {side: measure(side, speed, seconds, python) for side in SIDES} for speed in speeds}
+    speeds = SHORT_SPEEDS if options.short else SPEEDS
+    outcomes = {speed: {side: measure(side, speed, seconds(speed, options.short), python) for side in SIDES} for speed in speeds}
     tell(report, outcomes)
     report.finish(options.json)
 
@@ -119,7 +124,7 @@ def main() -> None:
 # ---- running ---------------------------------------------------------------------------------------------------------------------
 
 
-def measure(side: str, speed: float, seconds: float, python: Path) -> Outcome:
+def measure(side: str, speed: float, watched_s: float, python: Path) -> Outcome:
     folder = OUT / f"{side.replace(' ', '-')}-{speed:g}"
     folder.mkdir()
     port = _free_port()
@@ -131,7 +136,7 @@ def measure(side: str, speed: float, seconds: float, python: Path) -> Outcome:
         program = _trl(folder, url, python) if side == "trl" else _slipstream(folder, url, READY_FIRST if side == "ready first" else {})
         stack.callback(program.close)
         _until_first_request(port, program)
-        steps = program.collect(seconds)
+        steps = program.collect(watched_s)
         log = _log(port)
     outcome = _outcome(side, steps, log)
     print(f"{time.strftime('%H:%M:%S')} speed {speed:g}, {side}: {outcome.rate:.1f} samples/s", file=sys.stderr, flush=True)
