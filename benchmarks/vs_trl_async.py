@@ -20,9 +20,9 @@ slipstream runs its local launcher, with an engine process that asks the server 
 (`peers/trl_async.py`). TRL's samples get the version that was live when their group began, slipstream's the one that was live when each
 rollout was asked for.
 
-A side is watched for the same number of seconds from its first request on. Trained samples are those of the steps that ended by then; of the
-samples that the server has answered, those neither trained nor dropped are listed apart, as waiting. The bound is the slower side's speed:
-the trainer's batch per 0.2 s, or the rollouts in flight per mean time.
+A side is watched for the same number of seconds from its first request on. Trained samples are those of the steps that ended by then; of
+the samples that the server has answered, those neither trained nor dropped are listed apart, as waiting. The bound is the slower side's
+speed: the trainer's batch per 0.2 s, or the rollouts in flight per mean time.
 """
 
 from __future__ import annotations
