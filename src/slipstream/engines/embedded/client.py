@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.engines.frames import FrameRouter
 from slipstream.protocols import Generation
 from slipstream.types import Frame, GenerateRequest, RequestKey
+
+if TYPE_CHECKING:
+    from slipstream.engines.embedded.engine import EmbeddedEngine
 
 
 class InProcessClient:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
-from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.protocols import ControllerAPI, Progress, WeightsOffer
 from slipstream.types import EngineReport, Frame
+
+if TYPE_CHECKING:
+    from slipstream.engines.embedded.engine import EmbeddedEngine
 
 TICK_DEADLINE_S = 300.0  # one prefill budget and one decode pass; a model that needs longer is hung
 
