@@ -5,7 +5,7 @@
     serve_weights    an engine without requests: takes every version and confirms it
     Groups           a rollout worker without an engine: groups that are sampled elsewhere, at one token per turn of a virtual clock
 
-So what a run with them costs is what the library costs. `seconds` of engine and groups is CPU time of the stand-in itself, to be subtracted.
+So what a run with them costs is what the library costs. `seconds` of engine and groups is the stand-in's own CPU time, to be taken off.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 import heapq
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -324,21 +324,25 @@ class Groups:
         """Groups as they come: the controller's gate is what bounds them."""
         while not (work := await self._controller.admit(self._config.engine.slots)).stop:
             for task in work.assignments:
-                self._tasks[task.group_id] = task
-                self._push(task.group_id, 0)
+                self.take(task)
             self._started.set()
+
+    def take(self, task: Assignment) -> None:
+        """This group runs from now on."""
+        self._tasks[task.group_id] = task
+        self._push(task.group_id, 0)
 
     async def _turns(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             while not self._queue:
                 self._started.clear()
                 await self._started.wait()
-            chunks, finished = self._turn()
+            chunks, finished = self.turn()
             await self._controller.progress(chunks)
             for group in finished:
                 tasks.create_task(self._controller.finish_group(group))
 
-    def _turn(self) -> tuple[list[PrefixChunk], list[Group]]:
+    def turn(self) -> tuple[list[PrefixChunk], list[Group]]:
         """What falls due at the next turn at which anything does."""
         began = time.thread_time()
         self._now = max(self._now, self._queue[0][0])

@@ -235,7 +235,7 @@ def _worker(spec: Spec, controller: ControllerAPI, engine: EngineClient) -> Roll
 
 
 async def _in_processes(spec: Spec, controller: Controller, meter: Meter) -> float:
-    """A process per role, as `launch/local.py` has them, on the same sockets. The engine's stands still where groups are sampled elsewhere."""
+    """A process per role on the sockets of `launch/local.py`. The engine gets no requests where groups are sampled elsewhere."""
     with private_directory() as folder:
         server = await wire.serve(controller, controller_socket(folder))
         children = {}
