@@ -30,7 +30,7 @@ class Shape:
     """What a batch is made of. `lengths` of all completions; they are equal unless a row of the table says otherwise."""
 
     prompt: int  # P
-    lengths: tuple[int, ...]  # G numbers, the same in every group
+    lengths: tuple[int, ...]  # G numbers of at least 2, the same in every group
     groups: int
 
     @classmethod
