@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-END_S = 10.0  # from SIGTERM to SIGKILL
+END_S = 5.0  # from the end of a program to that of its children
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +78,15 @@ class Program:
             self._checked(None)
 
     def close(self) -> None:
+        """End it without ceremony; its children have a moment to notice and to clean up."""
         tree = self._tree()
-        for number in (signal.SIGTERM, signal.SIGCONT):
-            _send(tree, number)
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            pass
-        _send(tree, signal.SIGKILL)
+        _send(tree[:1], signal.SIGKILL)
+        _send(tree[1:], signal.SIGCONT)
         self._process.wait(END_S)
+        deadline = time.perf_counter() + END_S
+        while any(_stat(pid) for pid in tree[1:]) and time.perf_counter() < deadline:
+            time.sleep(0.05)
+        _send(tree[1:], signal.SIGKILL)
         self._reader.join(END_S)
         self._stderr.close()
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -109,6 +110,7 @@ def seconds(speed: float, short: bool) -> float:
 
 def main() -> None:
     report, options = start("vs_trl_async", __doc__.splitlines()[0])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no program is left behind
     python = peer_python()
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
