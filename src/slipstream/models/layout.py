@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
+    from slipstream.models.dense_rows import DensePass
     from slipstream.models.paged_attention import KVPool
 
 
@@ -107,7 +108,13 @@ class PagedLayout:
     block_table: torch.Tensor  # int64[B * blocks], row after row; the unused tail points to the null block
     blocks: int  # per row; L = blocks * BLOCK_TOKENS
     fresh: bool = False  # one row whose new tokens begin at position 0: its keys are the new ones, nothing is read from the pool
+    dense: DensePass | None = None  # decode: keys are read from here, where the pool's are a second time and in one piece per row
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # additive [B, 1, T, L] per window, made at first use
+
+    @property
+    def num_keys(self) -> int:
+        """L."""
+        return self.blocks * BLOCK_TOKENS
 
     @cached_property
     def rows_by_blocks(self) -> dict[int, torch.Tensor]:

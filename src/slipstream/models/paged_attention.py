@@ -1,9 +1,10 @@
 """Attention over a paged pool of keys and values: the engine's body of the shared attention function.
 
 Sequences hold their keys and values in blocks of BLOCK_TOKENS positions; a block may belong to several sequences (a group's
-prompt). A pass writes the new tokens' keys and values, then gathers each row's blocks into [B, L, K, D] and calls SDPA with a mask
-over the tail. L is a multiple of BLOCK_TOKENS and a decode pass has at least 4 rows: with one thread this makes a row's result
-independent of its neighbours on the CPUs measured (the probe checks it, see `probe.py`).
+prompt). A pass writes the new tokens' keys and values, then gathers each row's blocks into [B, L, K, D], or reads them where they
+lie in one piece (`dense_rows.py`), and calls SDPA with a mask over the tail. L is a multiple of BLOCK_TOKENS and a decode pass has at
+least 4 rows: with one thread this makes a row's result independent of its neighbours on the CPUs measured (the probe checks it, see
+`probe.py`).
 
 Shapes: B = rows, T = new tokens per row, L = keys per row, H = heads, K = key/value heads, D = head width.
 """
@@ -46,6 +47,11 @@ class KVPool:
     def num_bytes(self) -> int:
         """Size of the tensors made so far."""
         return sum(t.numel() * t.element_size() for stores in self._stores.values() for t in stores)
+
+    @property
+    def position_bytes(self) -> int:
+        """Size of one position, as far as the tensors are made."""
+        return self.num_bytes // (self.num_blocks * BLOCK_TOKENS)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> None:
         """Store key and value [B, K, T, D] at `slots` int64[B * T] (block * BLOCK_TOKENS + offset)."""
@@ -105,8 +111,11 @@ def paged_attention(
             mask = _mask(layout, sliding_window, new_tokens, query.dtype)
             out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2)
-    key, value = layout.pool.read(layer, layout.block_table, rows)
-    mask = _mask(layout, sliding_window, key.shape[2], query.dtype)
+    if layout.dense is not None:
+        key, value = layout.dense.read(layer, key, value, layout)
+    else:
+        key, value = layout.pool.read(layer, layout.block_table, rows)
+    mask = _mask(layout, sliding_window, layout.num_keys, query.dtype)
     if new_tokens == 1:  # the heads of one key head become its queries: no key is read twice
         folded = query.view(rows, key.shape[1], -1, query.shape[-1])
         out = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
@@ -145,7 +154,7 @@ def _plain_attention(
     if layout.fresh:
         return _attend(query, key, value, _mask(layout, options.sliding_window, key.shape[2], query.dtype), options)
     rows = len(query)
-    mask = _mask(layout, options.sliding_window, layout.blocks * BLOCK_TOKENS, query.dtype)
+    mask = _mask(layout, options.sliding_window, layout.num_keys, query.dtype)
     table = layout.block_table.view(rows, layout.blocks)
     out: torch.Tensor | None = None
     for num_blocks, index in layout.rows_by_blocks.items():

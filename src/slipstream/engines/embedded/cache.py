@@ -14,6 +14,7 @@ from slipstream.engines.embedded.blocks import BlockAllocator
 from slipstream.engines.embedded.products import Products
 from slipstream.engines.embedded.prompts import PromptStore
 from slipstream.engines.embedded.states import StateStore
+from slipstream.models.dense_rows import DenseRows
 from slipstream.models.head import base_model
 from slipstream.models.layout import BLOCK_TOKENS, PagedLayout
 from slipstream.models.paged_attention import KVPool
@@ -35,6 +36,7 @@ class Cache:
         *,
         slots: int,
         max_context: int,
+        min_rows: int,
         saved_states: int = 0,
         saved_bytes: int = 0,
         routers: Routers | None = None,
@@ -44,6 +46,7 @@ class Cache:
         self.blocks_per_sequence = -(-max_context // BLOCK_TOKENS)
         num_blocks = slots * (self.blocks_per_sequence + 1) + saved_states * self.blocks_per_sequence + 1
         self.pool = KVPool(min(num_blocks, slots * _FIRST_BLOCKS + 1))
+        self.dense = DenseRows(max(slots, min_rows))
         self.blocks = BlockAllocator(num_blocks)
         self.prompts = PromptStore(self.blocks)
         self.states = StateStore(self.blocks, saved_states, saved_bytes, lambda: self.pool.num_bytes // self.pool.num_blocks)
@@ -63,6 +66,25 @@ class Cache:
             self.grow(out, num_tokens, keep)
             self.pool.copy_block(blocks[whole], out[whole])
         return out
+
+    def decode_layout(self, blocks: np.ndarray, positions: np.ndarray, in_order: bool) -> PagedLayout:
+        """For one new position int64[B] per row, each within its row of `blocks` int64[B, n]. `in_order`: the rows are slots 0, 1, ..."""
+        device = self._model.device
+        at = torch.from_numpy(positions).to(device)
+        slots = blocks[np.arange(len(blocks)), positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        if in_order:
+            dense = self.dense.plan(at, blocks.shape[1] * BLOCK_TOKENS, self.pool.position_bytes)
+        else:
+            self.dense.forget_all()
+            dense = None
+        return PagedLayout(
+            pool=self.pool,
+            positions=at[:, None],
+            write_slots=torch.from_numpy(slots).to(device),
+            block_table=torch.from_numpy(blocks.reshape(-1)).to(device),
+            blocks=blocks.shape[1],
+            dense=dense,
+        )
 
     def prefill(self, tokens: list[int], start: int, blocks: list[int]) -> None:
         """Make keys and values of `tokens` at positions start, start + 1, ...; one row alone, so no neighbour can matter."""

@@ -18,13 +18,14 @@ from transformers import PreTrainedModel
 
 from slipstream.engines.embedded.cache import Cache
 from slipstream.engines.embedded.prompts import Prompt
+from slipstream.engines.embedded.rows import Rows
 from slipstream.engines.embedded.sampling import choose, uniforms
 from slipstream.engines.embedded.sequence import Sequence
 from slipstream.engines.embedded.states import SavedState
 from slipstream.engines.embedded.versions import Version
 from slipstream.errors import RunFailed
 from slipstream.models.head import head_logits
-from slipstream.models.layout import BLOCK_TOKENS, PagedLayout
+from slipstream.models.layout import BLOCK_TOKENS
 from slipstream.models.routing import Routers
 from slipstream.sampling_mask import encode_kept
 from slipstream.types import Purpose, StopReason
@@ -72,17 +73,21 @@ class Stream:
     ):
         self.model = model
         self.waiting: dict[int, Sequence] = {}  # by handle, in order of submission
-        self.cache = Cache(model, slots=slots, max_context=max_context, saved_states=saved_states, saved_bytes=saved_bytes, routers=routers)
+        self._min_rows = max(min_rows, MIN_ROWS)
+        self.cache = Cache(
+            model,
+            slots=slots,
+            max_context=max_context,
+            min_rows=self._min_rows,
+            saved_states=saved_states,
+            saved_bytes=saved_bytes,
+            routers=routers,
+        )
         self.draining = False  # nothing that waits starts
         self._slots: list[Sequence | None] = [None] * slots
         self._stale: dict[int, Sequence] = {}  # by handle: they hold a slot and pause until their keys and values are made again
-        self._min_rows = max(min_rows, MIN_ROWS)
         self._prefill_budget = prefill_budget
-        self._table = np.zeros((slots, self.cache.blocks_per_sequence), dtype=np.int64)  # [S, blocks]; 0 is the null block
-        self._last = np.zeros(slots, dtype=np.int64)  # [S] the token that the next pass feeds
-        self._position = np.zeros(slots, dtype=np.int64)  # [S] its position
-        self._keys = np.zeros(slots, dtype=np.uint64)  # [S] random streams
-        self._draws = np.zeros(slots, dtype=np.int64)  # [S] number of the next draw
+        self._rows = Rows(slots, self.cache.blocks_per_sequence)
 
     # ---- sequences ---------------------------------------------------------------------------------------------------------
 
@@ -169,6 +174,7 @@ class Stream:
     @torch.inference_mode()
     def decode(self) -> Decoded:
         """Feed every running sequence's last token and sample one more for each. RunFailed when the logits are not finite."""
+        self._close_gaps()
         rows = np.array([i for i, s in enumerate(self._slots) if s is not None and s.handle not in self._stale], dtype=np.int64)
         sequences = [s for s in self.running if s.handle not in self._stale]
         if not sequences:
@@ -176,16 +182,16 @@ class Stream:
             return Decoded(empty, empty, np.zeros(0, dtype=np.float32), ())
         self._grow(rows)
         logits = self._forward(rows)[: len(rows)]
-        tokens, logprobs, kept = choose(logits, uniforms(self._keys[rows], self._draws[rows]), [s.request.sampling for s in sequences])
+        tokens, logprobs, kept = choose(
+            logits, uniforms(self._rows.keys[rows], self._rows.draws[rows]), [s.request.sampling for s in sequences]
+        )
         if not np.isfinite(logprobs).all():
             bad = sequences[int(np.flatnonzero(~np.isfinite(logprobs))[0])].request
             raise RunFailed(
                 f"the model's logits are not finite (group {bad.group_id} sample {bad.sample}): its weights have diverged; "
                 "lower trainer.learning_rate or resume from an earlier checkpoint"
             )
-        self._last[rows] = tokens
-        self._position[rows] += 1
-        self._draws[rows] += 1
+        self._rows.advance(rows, tokens)
         finished: list[tuple[int, StopReason]] = []
         routing: dict[int, np.ndarray] = {}
         for sequence, token in zip(sequences, tokens.tolist(), strict=True):
@@ -209,21 +215,12 @@ class Stream:
 
     def _forward(self, rows: np.ndarray) -> torch.Tensor:
         """Logits [R, V] after the last token of each row."""
-        device = self.model.device
         padding = max(0, self._min_rows - len(rows))
-        position = np.pad(self._position[rows], (0, padding))  # padding feeds token 0 at position 0 of the null block
-        num_blocks = int(position.max()) // BLOCK_TOKENS + 1
-        table = np.pad(self._table[rows, :num_blocks], ((0, padding), (0, 0)))
-        slots = table[np.arange(len(table)), position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS
-        positions = torch.from_numpy(position).to(device)[:, None]
-        layout = PagedLayout(
-            pool=self.cache.pool,
-            positions=positions,
-            write_slots=torch.from_numpy(slots).to(device),
-            block_table=torch.from_numpy(table.reshape(-1)).to(device),
-            blocks=num_blocks,
-        )
-        tokens = torch.from_numpy(np.pad(self._last[rows], (0, padding))).to(device)[:, None]
+        positions = np.pad(self._rows.position[rows], (0, padding))  # padding feeds token 0 at position 0 of the null block
+        num_blocks = int(positions.max()) // BLOCK_TOKENS + 1
+        blocks = np.pad(self._rows.blocks[rows, :num_blocks], ((0, padding), (0, 0)))
+        layout = self.cache.decode_layout(blocks, positions, in_order=rows[-1] == len(rows) - 1)
+        tokens = torch.from_numpy(np.pad(self._rows.last[rows], (0, padding))).to(self.model.device)[:, None]
         hidden = self.cache.forward(tokens, layout)[:, 0]
         with self.cache.products.columns():
             return head_logits(self.model, hidden)
@@ -236,8 +233,7 @@ class Stream:
         self.cache.prompts.start(sequence)
         sequence.slot, self._slots[slot] = slot, sequence
         sequence.oldest = version[1] if sequence.oldest is None else min(sequence.oldest, version[1])
-        self._last[slot], self._position[slot] = sequence.tokens[-1], len(sequence.tokens) - 1
-        self._keys[slot], self._draws[slot] = sequence.key, sequence.draw_index
+        self._rows.set(slot, sequence)
         made_by = self._fill(sequence, version)
         self.cache.states.free_used(sequence.request.state)
         return made_by
@@ -265,8 +261,9 @@ class Stream:
         cache.grow(sequence.blocks, last)
         cache.prefill(sequence.tokens[num_tokens:last], num_tokens, sequence.blocks)
         sequence.marks.add(num_tokens, version)  # from here on, the passes to come included
-        self._table[sequence.slot] = 0
-        self._table[sequence.slot, : len(sequence.blocks)] = sequence.blocks
+        assert sequence.slot is not None
+        self._rows.set_blocks(sequence.slot, sequence.blocks)
+        cache.dense.forget(sequence.slot)
         return sequence.marks.first
 
     def _prefill_need(self, sequence: Sequence) -> int:
@@ -295,11 +292,11 @@ class Stream:
 
     def _grow(self, rows: np.ndarray) -> None:
         """A block for every row whose next position begins one."""
-        for slot in rows[self._position[rows] % BLOCK_TOKENS == 0].tolist():
+        for slot in rows[self._rows.position[rows] % BLOCK_TOKENS == 0].tolist():
             sequence = self._slots[slot]
             assert sequence is not None
-            self.cache.grow(sequence.blocks, int(self._position[slot]) + 1)
-            self._table[slot, len(sequence.blocks) - 1] = sequence.blocks[-1]
+            self.cache.grow(sequence.blocks, int(self._rows.position[slot]) + 1)
+            self._rows.set_blocks(slot, sequence.blocks)
 
     def _vacate(self, sequence: Sequence) -> None:
         slot = sequence.slot
@@ -307,4 +304,16 @@ class Stream:
         self._stale.pop(sequence.handle, None)
         self.cache.blocks.give_back(sequence.blocks)
         sequence.blocks, sequence.slot, self._slots[slot] = [], None, None
-        self._table[slot] = 0
+        self._rows.set_blocks(slot, [])
+
+    def _close_gaps(self) -> None:
+        """Move sequences from the last slots into free ones between others: rows in order are read in place (`dense_rows.py`)."""
+        running = self.running
+        for target, occupant in enumerate(self._slots[: len(running)]):
+            if occupant is None:
+                sequence = running.pop()
+                source = sequence.slot
+                assert source is not None and source > target
+                self._rows.move(source, target)
+                self.cache.dense.forget(target)
+                sequence.slot, self._slots[target], self._slots[source] = target, sequence, None
