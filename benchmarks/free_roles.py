@@ -311,9 +311,11 @@ class Groups:
         self._now = 0
         self._queue: list[tuple[int, int, int]] = []  # (turn, group id, tokens): a chunk boundary of the group's samples
         self._tasks: dict[int, Assignment] = {}
+        self._incarnation = 1
         self._started = asyncio.Event()
 
     async def run(self) -> None:
+        _, self._incarnation, _ = await self._controller.checkpoint_context()
         async with asyncio.TaskGroup() as tasks:
             admitting = tasks.create_task(self._admit())
             clock = tasks.create_task(self._turns(tasks))
@@ -382,8 +384,8 @@ class Groups:
                     start=start,
                     token_ids=_TOKENS[start:tokens],
                     logprobs=_LOGPROBS[start:tokens],
-                    spans=(Span(PROMPT_TOKENS + start, PROMPT_TOKENS + tokens, 1, task.min_version, ENGINE_ID),),
-                    prefill_version=(1, task.min_version),
+                    spans=(Span(PROMPT_TOKENS + start, PROMPT_TOKENS + tokens, self._incarnation, task.min_version, ENGINE_ID),),
+                    prefill_version=(self._incarnation, task.min_version),
                     stop_reason=StopReason.LENGTH if tokens == length else None,
                 )
 
@@ -418,8 +420,8 @@ class Groups:
             token_ids=_TOKENS[:whole],
             logprobs=_sampled_logprobs(whole),
             loss_mask=np.arange(whole) >= PROMPT_TOKENS,
-            spans=(Span(PROMPT_TOKENS, whole, 1, task.min_version, ENGINE_ID),),
-            prefill_version=(1, task.min_version),
+            spans=(Span(PROMPT_TOKENS, whole, self._incarnation, task.min_version, ENGINE_ID),),
+            prefill_version=(self._incarnation, task.min_version),
             turns=turns,
             scores=(Score(name="free", value=reward),),
             reward=reward,

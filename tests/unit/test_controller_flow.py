@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import math
 
+import msgspec
 import numpy as np
 import pytest
-from controller_fakes import Notes, Roles, checksum, config, group_of, make_step, manifest, publish, serve_engine, start
+from controller_fakes import Notes, Roles, checksum, chunk_of, config, group_of, make_step, manifest, publish, serve_engine, start
 
 from slipstream import deadlines
 from slipstream.controller.accounts import check_accounts
@@ -17,7 +18,7 @@ from slipstream.controller.run_folder import RunFolder
 from slipstream.errors import DeadlineExceeded, LedgerError, RunFailed, RunFolderError, StalenessError, WeightSyncError
 from slipstream.launch import wire
 from slipstream.observe.summary import summarize
-from slipstream.types import EngineReport, StepReport
+from slipstream.types import EngineReport, StepReport, StopReason
 
 
 @pytest.fixture
@@ -56,6 +57,44 @@ def test_ledger_keep_all_keeps_every_group(folder):
         await Roles(controller, record=True).run()
         assert all(controller.core.ledger.has_group(g) for g in range(12))
         assert controller.core.ledger.count("prefixes") == 12, "a row per group and event"
+        controller.close()
+
+    run(main())
+
+
+def test_an_end_that_is_reported_again_does_not_touch_what_was_recorded_with_it(folder):
+    async def main():
+        controller = start(folder, config())
+        await publish(controller, 0)
+        await serve_engine(controller)
+        (task, _) = (await controller.admit(2)).assignments
+        first, second = (chunk_of(r) for r in group_of(task, 0, 1).rollouts)
+        nothing = {"start": 1, "token_ids": first.token_ids[:0], "logprobs": first.logprobs[:0], "spans": ()}
+        end = msgspec.structs.replace(first, **nothing, stop_reason=StopReason.LENGTH)
+        await controller.progress([first])
+        await controller.progress([end, second])
+        await controller.progress([end, second])  # sent again after a lost answer
+        controller.reassign_running()
+        (again, *_) = (await controller.admit(2)).assignments
+        assert [(p.sample, len(p.token_ids), p.stop_reason) for p in again.prefixes] == [(0, 1, StopReason.LENGTH), (1, 1, None)]
+        controller.close()
+
+    run(main())
+
+
+def test_recorded_tokens_move_the_deadline_of_a_batch_that_they_do_not_wake(folder):
+    async def main():
+        controller = start(folder, config(), stall_timeout_s=0.5)
+        await publish(controller, 0)
+        await serve_engine(controller)
+        (task, _) = (await controller.admit(2)).assignments
+        batch = asyncio.create_task(controller.get_batch(0))
+        await asyncio.sleep(0.1)
+        before = asyncio.get_running_loop().time()
+        await controller.progress([chunk_of(group_of(task, 0, 1).rollouts[0])])
+        with pytest.raises(DeadlineExceeded, match="no group made progress"):
+            await batch
+        assert asyncio.get_running_loop().time() - before >= 0.5
         controller.close()
 
     run(main())

@@ -103,6 +103,22 @@ def test_prefixes_of_a_sample_come_back_as_one(path):
         assert ledger.prefixes(0, lambda sample: 1) == ()
 
 
+def test_chunks_of_one_event_share_a_row_per_group(path):
+    with Ledger.open(path) as ledger:
+        ledger.append(admitted(0), 1)
+        ledger.put([chunk(0, 3), chunk(0, 2, sample=1)], 1)
+        ledger.append(admitted(1), 1)
+        ledger.put([chunk(3, 1), chunk(2, 4, sample=1)], 1)
+        ledger.commit()
+        assert ledger.count("prefixes") == 2
+        assert [(p.sample, p.token_ids.tolist()) for p in ledger.prefixes(0, lambda sample: 0)] == [
+            (0, [0, 1, 2, 3]),
+            (1, [0, 1, 2, 3, 4, 5]),
+        ]
+        with pytest.raises(LedgerError, match="refuses a row"):
+            ledger.put([chunk(3, 1)], 1)
+
+
 def test_a_deterministic_resume_supersedes_what_came_after_its_checkpoint(path):
     def started(incarnation: int, kind: str, from_seq: int = 0) -> ev.RunStarted:
         return ev.RunStarted(

@@ -12,6 +12,8 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slipstream.controller import admission
 
@@ -109,3 +111,34 @@ def test_the_default_window_fits_the_slots(S, P):
     window = admission.default_window(S, P)
     assert 1 <= window <= admission.num_slots(S, P)
     assert window == 1 if S == 0 else window <= max(1, 0.3 * (S + 1) * P)
+
+
+def pull_by_its_definition(places, pulled, finished, window, groups_per_step):
+    """Group by group: the oldest finished one among the places that the window shows now."""
+    batch: list[int] = []
+    left = [g for g in places if not pulled(g)]
+    while len(batch) < groups_per_step:
+        anchor = places.index(left[0]) if left else len(places)
+        shown = places[anchor:] if window is None else places[anchor : anchor + window]
+        ready = [g for g in shown if g in finished and g in left]
+        if not ready:
+            return None
+        batch.append(ready[0])
+        left.remove(ready[0])
+    return batch
+
+
+@given(
+    st.lists(st.sampled_from(["running", "finished", "pulled"]), max_size=14),
+    st.sampled_from([None, 1, 2, 3, 5, 8]),
+    st.integers(1, 4),
+    st.integers(0, 30),
+)
+def test_a_pull_is_what_its_definition_says(statuses, window, groups_per_step, first):
+    while statuses and statuses[0] == "pulled":
+        statuses.pop(0)
+    places = [first + 2 * i for i in range(len(statuses))]
+    where = dict(zip(places, statuses, strict=True))
+    finished = [g for g in places if where[g] == "finished"]
+    asked = (places, lambda g: where[g] == "pulled", finished, window, groups_per_step)
+    assert admission.pull(*asked) == pull_by_its_definition(*asked)

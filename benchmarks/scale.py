@@ -1,0 +1,177 @@
+"""Whether anything grows faster than its work: with parameters, rollouts in flight, group size, length, and steps.
+
+    python benchmarks/scale.py [--short] [--json PATH] [--folder DIR]
+
+    parameters   packing and hashing the weights for a version, and taking them in, float32       unit of work: a parameter
+    in flight    admission, hand-off, buffer and ledger, as in `overhead.py`, way `control`       a rollout
+    group size   the same, 1,024 in flight                                                        a rollout
+    length       the same, and with the real worker token by token, 256 in flight                 a token
+    steps        one run to 10,000 steps, ended and resumed on the way                            a step; of a resume: an event
+
+Time T(n) of n units is fitted as T = a n^b by least squares on logarithms. The bound is b = 1: each unit is touched once. Below 1 a fixed
+cost is shared by more; above 1 something looks at more than its own. CPU time of all processes; the ledger with the settings that ship, by
+default in memory (/dev/shm) where that exists, since here the question is what grows: what a disk adds is in `overhead.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from bench import Report, start
+from long_run import Left, LongRun
+from long_run import measure as measure_long
+from measured_runs import Spec, measure
+
+from slipstream.weight_sync.memory import MemoryFile
+from slipstream.weight_sync.packing import Publisher, WeightSet
+
+EXPONENT = 1.1  # b at most: 1 and what scatter does to a fit over few points
+FLAT = 1.1
+STEP_FLAT = 1.2
+SHARED = "/dev/shm"
+
+
+def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    """b of seconds = a size^b, by least squares on logarithms.
+
+    >>> round(exponent([1, 10, 100], [3, 30, 300]), 6), round(exponent([1, 2, 4], [1, 4, 16]), 6)
+    (1.0, 2.0)
+    """
+    x, y = np.log(np.asarray(sizes, float)), np.log(np.asarray(seconds, float))
+    x -= x.mean()
+    return float((x * (y - y.mean())).sum() / (x * x).sum())
+
+
+def steps_for(rollouts: int, in_flight: int) -> int:
+    """Whole batches that make up about so many rollouts, two at least."""
+    return max(2, -(-rollouts // (in_flight // 2)))
+
+
+# ---- what is scaled ------------------------------------------------------------------------------------------------------------------
+
+
+def parameters(millions: Sequence[int], repeats: int = 3) -> dict[str, list[float]]:
+    """CPU seconds of one thread to pack and to take in so many million parameters, the least of some repeats. All of them are more than
+    the processor's caches hold: below that memory is faster, which is no property of this code."""
+    torch.set_num_threads(1)
+    seconds: dict[str, list[float]] = {"pack and hash": [], "copy in and hash": []}
+    for size in millions:
+        tensors = {f"layer.{n}": torch.randn(500_000) for n in range(2 * size)}
+        slot, target = MemoryFile.create("scale"), {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+        publisher, reader = Publisher(tensors, [slot]), WeightSet(target)
+        pack, apply = [], []
+        for repeat in range(repeats + 1):  # the first one maps the memory
+            began = time.thread_time()
+            manifest = publisher.pack(0, 1, repeat)
+            middle = time.thread_time()
+            assert reader.apply(slot.map(), manifest) == manifest.checksum
+            pack.append(middle - began)
+            apply.append(time.thread_time() - middle)
+        slot.close()
+        seconds["pack and hash"].append(min(pack[1:]))
+        seconds["copy in and hash"].append(min(apply[1:]))
+    return seconds
+
+
+def in_flight(levels: Sequence[int], rollouts: int, folder: str) -> list[float]:
+    return [measure(Spec(n, steps_for(rollouts, n), folder=folder)).cost_us for n in levels]
+
+
+def group_sizes(sizes: Sequence[int], rollouts: int, folder: str) -> list[float]:
+    return [measure(Spec(1_024, steps_for(rollouts, 1_024), group_size=g, folder=folder)).cost_us for g in sizes]
+
+
+def lengths(tokens: Sequence[int], rollouts: int, worker: str, folder: str) -> list[float]:
+    return [measure(Spec(256, steps_for(rollouts, 256), worker, tokens=n, folder=folder)).cost_us for n in tokens]
+
+
+# ---- the report ----------------------------------------------------------------------------------------------------------------------
+
+
+def scaled(report: Report, title: str, sizes: Sequence[int], unit_costs: dict[str, list[float]], unit: str, note: str = "") -> None:
+    """A table of costs per unit of work, and for each row the exponent of the whole."""
+    table = report.table(title, ("", *(f"{n:,}" for n in sizes), "exponent b"), note)
+    for name, costs in unit_costs.items():
+        b = exponent(sizes, [n * cost for n, cost in zip(sizes, costs, strict=True)])
+        table.rows.append((f"{name}, {unit}", *(f"{cost:.3g}" for cost in costs), f"{b:.2f}"))
+        report.at_most(f"{title.partition(',')[0]}: exponent of {name}", b, EXPONENT)
+    report.data[title] = {"sizes": list(sizes), "costs": unit_costs, "unit": unit}
+
+
+def long_run_tables(report: Report, left: Left) -> None:
+    looks = left.looks
+    table = report.table("One long run", ("after step", "CPU, ms per step", "resident, MB", "ledger, MB"))
+    shown = [looks[i] for i in sorted({round(x) for x in np.linspace(1, len(looks) - 1, 9)})]
+    for before, now in zip([looks[0], *shown], shown, strict=False):
+        spent = (now.cpu_s - before.cpu_s) / (now.step - before.step)
+        table.rows.append((f"{now.step:,}", f"{spent * 1e3:.2f}", f"{now.resident_bytes / 1e6:.1f}", f"{now.ledger_bytes / 1e6:.1f}"))
+    table.note = "32 rollouts in flight, groups of 4, 16 rollouts per step, 128 tokens in the mean; a checkpoint every 50 steps, two kept."
+    _ledger_table(report, left)
+    _resume_table(report, left)
+    tenth = max(1, len(looks) // 10)
+    early, late = looks[tenth], looks[-1]
+    first = (looks[2 * tenth].cpu_s - early.cpu_s) / (looks[2 * tenth].step - early.step)
+    last = (late.cpu_s - looks[-1 - tenth].cpu_s) / (late.step - looks[-1 - tenth].step)
+    report.at_most("CPU per step, the last tenth of the run over the second", last / first, STEP_FLAT)
+    report.at_most("resident memory at the end over that after a tenth", late.resident_bytes / early.resident_bytes, FLAT)
+
+
+def _ledger_table(report: Report, left: Left) -> None:
+    (early, before), (late, after) = sorted(left.tables.items())[0], sorted(left.tables.items())[-1]
+    table = report.table("What the ledger holds", ("table", f"rows, step {early:,}", f"rows, step {late:,}", "KB then", "KB in the end"))
+    for name in after:
+        cells = (f"{before[name][0]:,}", f"{after[name][0]:,}", f"{before[name][1] / 1e3:.0f}", f"{after[name][1] / 1e3:.0f}")
+        table.rows.append((name, *cells))
+    per_rollout = (after["events"][1] - before["events"][1]) / ((late - early) * 16)
+    table.note = (
+        f"Tokens (groups, prefixes) are kept for the window of checkpoints; the log of events is kept for good: {per_rollout:.0f} bytes "
+        "per rollout, its place in the account of the run."
+    )
+    data = [sum(counts[name][1] for name in ("groups", "prefixes")) for counts in (before, after)]
+    report.at_most("tokens held in the ledger, at the end over the first stop", data[1] / data[0], FLAT)
+    report.data["tables"] = left.tables
+
+
+def _resume_table(report: Report, left: Left) -> None:
+    table = report.table("Opening the folder again", ("at step", "events", "seconds", "µs per event"))
+    for resume in left.resumes:
+        cells = (f"{resume.num_events:,}", f"{resume.seconds:.2f}", f"{resume.seconds / resume.num_events * 1e6:.1f}")
+        table.rows.append((f"{resume.step:,}", *cells))
+    table.note = "A resume folds all events of the run into its state again: it grows with the run, and with nothing else."
+    b = exponent([r.num_events for r in left.resumes], [r.seconds for r in left.resumes])
+    report.at_most("resume: exponent over events", b, EXPONENT)
+
+
+def main() -> None:
+    def more(parser: argparse.ArgumentParser) -> None:
+        default = SHARED if Path(SHARED).is_dir() else tempfile.gettempdir()
+        parser.add_argument("--folder", default=default, help="where the run folders are made")
+
+    report, options = start("scale", __doc__.splitlines()[0], more)
+    short, folder = options.short, options.folder
+    sizes = (32, 64, 128) if short else (32, 64, 128, 256)
+    per_parameter = {name: [s / n * 1e3 for s, n in zip(seconds, sizes, strict=True)] for name, seconds in parameters(sizes).items()}
+    scaled(report, "Parameters, millions", sizes, per_parameter, "ms per million")
+    levels = (64, 1_024, 4_096) if short else (64, 256, 1_024, 4_096, 16_384)
+    scaled(report, "Rollouts in flight", levels, {"control": in_flight(levels, 1_000 if short else 4_000, folder)}, "µs per rollout")
+    groups = (2, 8, 32) if short else (2, 4, 8, 16, 32, 64)
+    scaled(report, "Group size, 1,024 rollouts in flight", groups, {"control": group_sizes(groups, 2_000, folder)}, "µs per rollout")
+    tokens = (128, 512, 2_048) if short else (128, 512, 2_048, 8_192)
+    per_token = {
+        name: [cost / n for cost, n in zip(lengths(tokens, 256 if short else 512, worker, folder), tokens, strict=True)]
+        for name, worker in (("control", "groups"), ("worker, token by token", "worker"))
+    }
+    scaled(report, "Length, tokens", tokens, per_token, "µs per token")
+    stops = [300, 600, 1_200, 1_500] if short else [1_000, 3_000, 9_000, 10_000]
+    long_run_tables(report, measure_long(LongRun(stops, folder=folder)))
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()
