@@ -16,7 +16,7 @@ the last one every side is given an end token that is never sampled. Checksums, 
 Method: the three programs take turns (`turns.py`), a few steps each, in an order that turns by one every round; the first step of each is
 not counted. A figure is samples / seconds of a turn, a ratio the median of the rounds' ratios. The bound beside it is what computing each
 prompt once can give (`sharing_bounds.py`): what goes beyond it comes from elsewhere, no padding and less overhead. The short form has the
-first case alone.
+first case alone. The long form takes about 40 minutes, two thirds of them TRL's, and 16 GB of memory.
 """
 
 from __future__ import annotations
