@@ -46,7 +46,7 @@ def test_parts_of_a_float32_run():
     )
     parts = memory_need(config, SIZE, prompt_tokens=30).parts
     kv = 2 * 8 * 64 * 2 * 50 * 4  # keys and values, slots, context, layers, width, bytes
-    assert parts["engine"] == 2 * (4_000_000 + kv)  # live and pinned
+    assert parts["engine"] == 2 * (4_000_000 + 2 * kv)  # live and pinned; keys and values in blocks, and in one piece
     assert parts["weight sync"] == 3 * 4_000_000
     tokens = 3 * (30 + 2 * 10)
     activations = tokens * 2 * (10 * 100 + 4 * 50 + 4 * 400) * 4
@@ -68,7 +68,7 @@ def test_bfloat16_adds_masters_and_halves_the_rest():
     config = Config(model=ModelSettings(dtype="bfloat16"), data=DataSettings(eval=None), engine=EngineSettings(slots=8))
     parts = memory_need(config, SIZE).parts
     assert parts["weight sync"] == 3 * 2_000_000
-    assert parts["engine"] == 2_000_000 + 2 * 8 * 64 * 2 * 50 * 2
+    assert parts["engine"] == 2_000_000 + 2 * (2 * 8 * 64 * 2 * 50 * 2)
     assert parts["trainer"] > (2 + 4 + 8 + 4) * 1_000_000
 
 

@@ -54,9 +54,9 @@ class DenseRows:
     def _fit(self, num_rows: int, num_positions: int, position_bytes: int) -> bool:
         if num_rows <= self._num_rows and num_positions <= self._num_positions:
             return True
-        least = max(num_rows, self._num_rows), max(num_positions, self._num_positions)
-        doubled = min(2 * least[0], self._max_rows), 2 * least[1]  # so that it seldom grows, and memory follows use
-        for rows, length in (doubled, least):
+        # Doubled, so that it seldom grows, and memory follows use; exactly what is needed near the bound.
+        doubled = min(2 * max(num_rows, self._num_rows), self._max_rows), 2 * max(num_positions, self._num_positions)
+        for rows, length in (doubled, (num_rows, num_positions)):
             if rows * length * position_bytes <= MAX_BYTES:
                 self._num_rows, self._num_positions = rows, length
                 self._stores.clear()

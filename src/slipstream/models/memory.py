@@ -1,7 +1,8 @@
 """How much memory a run needs, estimated before anything is loaded. No torch: it reads config.json and safetensors headers.
 
 Trainer      weights + gradients + AdamW's two moments, + float32 master weights for a bfloat16 model, + activations of one micro-batch
-Engine       weights + the copy that an evaluation pins + keys and values of all slots at full context, for both; and of saved states
+Engine       weights + the copy that an evaluation pins + keys and values of all slots at full context, for both, up to 1 GiB of them a
+             second time (`dense_rows.py`); and of saved states
 Frozen       a reference or a teacher: weights + activations of a forward pass, in the logprob stage or beside the trainer's model
 Weight sync  the slots: three, or with `weight_sync.lag` as many more as versions wait
 Processes    what Python and torch take by themselves
@@ -31,6 +32,7 @@ from slipstream.weight_sync.slots import slots_for
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 _PROCESS_BYTES = 500 << 20  # torch and transformers imported, allocator slack
 _MAX_HEADER_BYTES = 100 << 20
+_DENSE_ROWS_BYTES = 1 << 30  # `dense_rows.MAX_BYTES`, which lies beside torch
 _GIB = 1 << 30
 
 
@@ -154,7 +156,8 @@ def _engine_bytes(config: Config, size: ModelSize) -> int:
     copies = 2 if config.data.eval is not None else 1  # the live weights, and those that an evaluation pins
     saves = (config.rollout.interrupt, config.rollout.kv) == ("abort_resume", "keep")
     saved = min(config.engine.saved_states * sequence, config.engine.saved_mib << 20) if saves else 0
-    return copies * (size.num_parameters * element + config.engine.slots * sequence) + saved
+    running = config.engine.slots * sequence
+    return copies * (size.num_parameters * element + running + min(running, _DENSE_ROWS_BYTES)) + saved
 
 
 def _context(config: Config, size: ModelSize) -> int:

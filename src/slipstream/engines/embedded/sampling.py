@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from slipstream.types import Purpose, Sampling
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_CHUNK = 128  # tokens summed in float32 before the float64 running sum: 9x faster than a float64 sum over V
+_CHUNK = 128  # tokens summed in float32 before the float64 running sum: 9x faster than a float64 sum over V. A power of 2
 _ROUNDING = 1e-6  # a logprob in (0, 1e-6] is rounding of log 1
 
 
@@ -71,38 +72,51 @@ def choose(logits: torch.Tensor, u: np.ndarray, settings: list[Sampling]) -> Cho
     if (temperature[~greedy] != 1.0).any():
         divisor = torch.from_numpy(np.where(greedy, np.float32(1.0), temperature)).to(logits.device)
         logits = logits / divisor[:, None]
-    logprobs = torch.log_softmax(logits, dim=-1)  # [B, V]
-    kept: list[np.ndarray | None] = [None] * len(settings)
+    top = logits.amax(dim=-1)  # [B]
+    weights = (logits - top[:, None]).exp_()  # [B, V], in the layout of the logits
+    cuts: dict[int, torch.Tensor] = {}  # by row, float32[V] on the CPU
     for row, s in enumerate(settings):
         if s.truncates_vocabulary and not greedy[row]:
-            cut = _truncate(logprobs[row].cpu(), s)
-            kept[row] = np.flatnonzero(cut.numpy() > -np.inf)
-            logprobs[row] = cut.to(logprobs.device)
-    tokens = _invert(logprobs, u) if not greedy.all() else np.zeros(len(settings), dtype=np.int64)
+            cuts[row] = _truncate(torch.log_softmax(logits[row], dim=-1).cpu(), s)
+            weights[row] = cuts[row].exp().to(weights.device)
+    tokens, totals = _invert(weights, u)
     if greedy.any():
-        tokens = np.where(greedy, logprobs.argmax(dim=-1).cpu().numpy(), tokens)
-    chosen = logprobs.gather(1, torch.from_numpy(tokens).to(logprobs.device)[:, None])[:, 0].cpu().numpy()
-    chosen = np.where((chosen > 0) & (chosen <= _ROUNDING), np.float32(0.0), chosen)
-    return Choice(tokens.astype(np.int32), chosen, tuple(kept))
+        tokens = np.where(greedy, logits.argmax(dim=-1).cpu().numpy(), tokens)
+    chosen = (logits.gather(1, torch.from_numpy(tokens).to(logits.device)[:, None])[:, 0] - top).cpu().numpy() - np.log(totals)
+    for row, cut in cuts.items():
+        chosen[row] = cut[tokens[row]]
+    chosen = np.where((chosen > 0) & (chosen <= _ROUNDING), 0.0, chosen).astype(np.float32)
+    kept = tuple(np.flatnonzero(cuts[row].numpy() > -np.inf) if row in cuts else None for row in range(len(settings)))
+    return Choice(tokens.astype(np.int32), chosen, kept)
 
 
-def _invert(logprobs: torch.Tensor, u: np.ndarray) -> np.ndarray:
-    """int64[B]: the first token at which the running sum of probabilities exceeds u times their sum; never one of probability 0.
+def _invert(weights: torch.Tensor, u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64[B]: the first token at which the running sum of weights [B, V] exceeds u times their sum, never one of weight 0; float64[B]:
+    that sum.
 
     The running sums are in float64 and on the CPU (mps has no float64): [B, C] of chunks, then [B, _CHUNK] within the one chosen.
     """
-    rows, vocabulary = logprobs.shape
-    num_chunks = -(-vocabulary // _CHUNK)
-    probs = torch.zeros(rows, num_chunks * _CHUNK, dtype=torch.float32, device=logprobs.device)
-    torch.exp(logprobs, out=probs[:, :vocabulary])
-    probs = probs.view(rows, num_chunks, _CHUNK)
-    outer = probs.sum(-1).cpu().double().cumsum(-1)
+    rows, vocabulary = weights.shape
+    weights = weights.t()
+    if vocabulary % _CHUNK:
+        weights = pad(weights, (0, 0, 0, -vocabulary % _CHUNK))
+    chunks = weights.unflatten(0, (-1, _CHUNK))  # [C, _CHUNK, B]
+    outer = _sum_chunks(chunks).t().cpu().double().cumsum(-1)
     target = torch.from_numpy(u)[:, None] * outer[:, -1:]
     chunk = _first_above(outer, target)  # [B, 1]
     below = torch.where(chunk > 0, outer.gather(1, (chunk - 1).clamp_min(0)), 0.0)
-    inner = probs[torch.arange(rows, device=probs.device), chunk[:, 0].to(probs.device)].cpu().double().cumsum(-1)
+    inner = chunks[chunk[:, 0].to(chunks.device), :, torch.arange(rows, device=chunks.device)].cpu().double().cumsum(-1)
     token = chunk * _CHUNK + _first_above(inner, (target - below).clamp_min(0.0))
-    return token.clamp_max(vocabulary - 1)[:, 0].numpy()  # beyond the end only for NaN, whose logprob is then NaN too
+    # Beyond the end only for NaN, whose sum is then NaN too.
+    return token.clamp_max(vocabulary - 1)[:, 0].numpy(), outer[:, -1].numpy()
+
+
+def _sum_chunks(chunks: torch.Tensor) -> torch.Tensor:
+    """[C, B] sums over the middle of [C, _CHUNK, B], by halves: `Tensor.sum` would add in an order that depends on B."""
+    while chunks.shape[1] > 1:
+        half = chunks.shape[1] // 2
+        chunks = chunks[:, :half] + chunks[:, half:]
+    return chunks[:, 0]
 
 
 def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

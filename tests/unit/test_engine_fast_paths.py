@@ -1,0 +1,116 @@
+"""The engine's faster paths give what the simple ones give: keys and values in place of gathered ones, products by columns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from engine_harness import Driver, make_engine, plain, prompt, request, tiny_model
+from torch import nn
+
+from slipstream.engines.embedded.products import Products
+from slipstream.models import dense_rows, memory
+from slipstream.models.dense_rows import DenseRows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def mixed_run(kind: str, **options) -> list[tuple[list[int], list[float]]]:
+    """Sequences of all lengths that come and go, some of them interrupted between two weights."""
+    driver = Driver(make_engine(tiny_model(kind), slots=6, **options))
+    handles = []
+    for i in range(30):
+        if i % 2 == 0:
+            handles += driver.submit(*(request(i, s, prompt(1 + 3 * i, i), 2 + 5 * s) for s in range(i % 5)))
+        if i == 12:
+            driver.engine.set_version(1, 1, "")
+        driver.tick()
+    driver.drain()
+    return [(driver.generations[h].token_ids, driver.generations[h].logprobs) for h in handles]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
+def test_rows_in_one_piece_give_the_same_bits_as_gathered_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_place = mixed_run(kind)
+    monkeypatch.setattr(dense_rows, "MAX_BYTES", 0)
+    assert mixed_run(kind) == in_place
+    monkeypatch.setattr(dense_rows, "MAX_BYTES", 40_000)  # small passes fit, large ones do not
+    assert mixed_run(kind) == in_place
+
+
+def test_sequences_move_into_gaps_and_go_on() -> None:
+    driver = Driver(make_engine(tiny_model(), slots=8))
+    reference = plain(driver.engine.model)
+    handles = driver.submit(*(request(g, 0, prompt(5 + g, g), 3 if g < 5 else 40) for g in range(8)))
+    for _ in range(3):
+        driver.tick()
+    assert [s is not None for s in driver.engine._live._slots] == [False] * 5 + [True] * 3, "the short ones have ended"
+    driver.tick()
+    assert [s is not None for s in driver.engine._live._slots] == [True] * 3 + [False] * 5
+    driver.drain()
+    assert max(driver.gap(h, reference) for h in handles) < 1e-4
+    assert driver.engine._live.cache.blocks.num_taken == 0
+
+
+def test_room_doubles_and_ends_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense = DenseRows(max_rows=8)
+
+    def absent(rows: int, positions: int) -> list[int] | None:
+        made = dense.plan(torch.zeros(rows, dtype=torch.int64), positions, position_bytes=100)
+        return None if made is None else made.absent.tolist()
+
+    assert absent(2, 16) == [0, 1]
+    assert absent(4, 32) == [2, 3], "there was room for twice as much"
+    assert absent(4, 48) == [0, 1, 2, 3], "made anew: nothing is there yet"
+    assert absent(4, 48) == []
+    dense.forget(2)
+    assert absent(3, 48) == [2]
+    monkeypatch.setattr(dense_rows, "MAX_BYTES", 4 * 128 * 100)
+    assert absent(4, 128) == [0, 1, 2, 3], "just fits, without room to grow"
+    assert absent(4, 144) is None
+    assert absent(4, 128) == [0, 1, 2, 3], "fits again"
+
+
+def test_the_memory_estimate_knows_the_bound() -> None:
+    assert memory._DENSE_ROWS_BYTES == dense_rows.MAX_BYTES
+
+
+class Layers(nn.Module):
+    def __init__(self, bias: bool):
+        super().__init__()
+        self.up, self.down = nn.Linear(48, 160, bias=bias), nn.Linear(160, 48, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_by_columns(bias: bool, dtype: torch.dtype) -> None:
+    """Equal to `nn.Linear`'s to rounding; a row has the same bits among 2 rows and among 64; weights are read, never copied."""
+    torch.manual_seed(0)
+    model = Layers(bias).to(dtype)
+    products, x = Products(model), torch.randn(64, 1, 48, dtype=dtype)
+    with torch.no_grad():
+        simple = model(x)
+        with products.columns():
+            fast = model(x)
+            for rows in (2, 3, 5, 16, 33):
+                assert torch.equal(model(x[:rows]), fast[:rows])
+            model.up.weight.mul_(2.0)
+            changed = model(x)
+        assert fast.shape == simple.shape
+        assert torch.allclose(fast, simple, atol=1e-5 if dtype is torch.float32 else 2e-2)
+        assert torch.allclose(changed, model(x), atol=1e-5 if dtype is torch.float32 else 2e-2)
+        assert "forward" not in vars(model.up)
+
+
+def test_a_model_of_another_kind_of_layer_is_left_alone() -> None:
+    """gpt2's layers are no nn.Linear; its head is one."""
+    model = tiny_model("gpt2")
+    before = {name: vars(module).get("forward") for name, module in model.named_modules()}
+    driver = Driver(make_engine(model))
+    handles = driver.submit(*(request(0, s, prompt(9), 5) for s in range(3)))
+    driver.drain()
+    assert np.isfinite([driver.gap(h, plain(model)) for h in handles]).all()
+    assert {name: vars(module).get("forward") for name, module in model.named_modules()} == before
