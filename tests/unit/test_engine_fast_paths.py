@@ -53,7 +53,7 @@ def test_sequences_move_into_gaps_and_go_on() -> None:
 
 
 def test_room_doubles_and_ends_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    dense = DenseRows(max_rows=8)
+    dense = DenseRows(max_rows=8, max_positions=256)
 
     def absent(rows: int, positions: int) -> list[int] | None:
         made = dense.plan(torch.zeros(rows, dtype=torch.int64), positions, position_bytes=100)

@@ -22,8 +22,8 @@ MAX_BYTES = 1 << 30  # rows that need more are gathered from the pool in every p
 class DenseRows:
     """Room for rows of positions, [rows, positions, K, D] per layer for keys and for values, made when a layer first uses it."""
 
-    def __init__(self, max_rows: int):
-        self._max_rows = max_rows
+    def __init__(self, max_rows: int, max_positions: int):
+        self._max_rows, self._max_positions = max_rows, max_positions
         self._num_rows = self._num_positions = 0  # there is room for
         self._stores: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._current = torch.zeros(max_rows, dtype=torch.bool)  # rows that hold what the pool has for them
@@ -55,8 +55,9 @@ class DenseRows:
         if num_rows <= self._num_rows and num_positions <= self._num_positions:
             return True
         # Doubled, so that it seldom grows, and memory follows use; exactly what is needed near the bound.
-        doubled = min(2 * max(num_rows, self._num_rows), self._max_rows), 2 * max(num_positions, self._num_positions)
-        for rows, length in (doubled, (num_rows, num_positions)):
+        more_rows = min(2 * max(num_rows, self._num_rows), self._max_rows)
+        more_positions = min(2 * max(num_positions, self._num_positions), self._max_positions)
+        for rows, length in ((more_rows, more_positions), (num_rows, num_positions)):
             if rows * length * position_bytes <= MAX_BYTES:
                 self._num_rows, self._num_positions = rows, length
                 self._stores.clear()

@@ -46,7 +46,7 @@ class Cache:
         self.blocks_per_sequence = -(-max_context // BLOCK_TOKENS)
         num_blocks = slots * (self.blocks_per_sequence + 1) + saved_states * self.blocks_per_sequence + 1
         self.pool = KVPool(min(num_blocks, slots * _FIRST_BLOCKS + 1))
-        self.dense = DenseRows(max(slots, min_rows))
+        self.dense = DenseRows(max(slots, min_rows), self.blocks_per_sequence * BLOCK_TOKENS)
         self.blocks = BlockAllocator(num_blocks)
         self.prompts = PromptStore(self.blocks)
         self.states = StateStore(self.blocks, saved_states, saved_bytes, lambda: self.pool.num_bytes // self.pool.num_blocks)
