@@ -67,11 +67,14 @@ class GroupStatus(StrEnum):
         return self in (GroupStatus.TRAINED, GroupStatus.FILTERED, GroupStatus.DROPPED)
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
-    """Base of all records: immutable, slotted, keyword-only."""
+class Record(msgspec.Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True, gc=False):
+    """Base of all records: immutable, slotted, keyword-only.
+
+    No record is part of a reference cycle, so the garbage collector need not walk them: with 10,000 rollouts in flight it did little else.
+    """
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens [start, end) of a rollout were sampled by these weights."""
 
     start: int
@@ -81,7 +84,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     engine_id: str
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The settings that turn logits into tokens. They belong to the policy, so they travel with the tokens."""
 
     temperature: float = 1.0  # 0.0 is greedy (evaluation only)
