@@ -18,11 +18,12 @@ last token of each completion (from which nothing is predicted, so that packing 
 
 from __future__ import annotations
 
-import argparse
+import copy
 import random
 import statistics
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from bench import Report, alternate, paired_ratio, spread, start
@@ -49,44 +50,68 @@ TOLERANCE = 1e-4  # of loss (advantages are of order 1) and gradient (2-norm of 
 MAIN = Shape.equal(52, 24, 8, 4)
 COMPARED = ("gain over padded", "ideal", "share of it", "over bare")
 
-# What of the gain is left for other prompts, lengths and groups. Fewer groups: the ratio hardly depends on how many there are.
+# What of the gain is left for other prompts, lengths and groups. Few groups: the ratio hardly depends on how many there are.
 OTHERS = {
-    "300 : 24 : 8": Shape.equal(300, 24, 8, 2),
+    "300 : 24 : 8": Shape.equal(300, 24, 8, 1),
     "52 : 256 : 8": Shape.equal(52, 256, 8, 1),
-    "52 : 24 : 4": Shape.equal(52, 24, 4, 4),
-    "52 : 24 : 16": Shape.equal(52, 24, 16, 2),
-    "52 : 6..48 : 8": Shape(52, tuple(random.Random(0).randint(6, 48) for _ in range(8)), 4),
+    "52 : 24 : 4": Shape.equal(52, 24, 4, 2),
+    "52 : 24 : 16": Shape.equal(52, 24, 16, 1),
+    "52 : 6..48 : 8": Shape(52, tuple(random.Random(0).randint(6, 48) for _ in range(8)), 2),
 }
-IN_SHORT = ("300 : 24 : 8",)
+
+
+ROUNDS = {2: 4, 1: 3}  # by threads, of the first table
+ROUNDS_SHORT = {2: 3}
+ROUNDS_OTHERS = 2
+
+
+class Models(NamedTuple):
+    """One set of weights three times: a gradient of its own for each way, and nothing of the trainer in the other two."""
+
+    shipped: nn.Module
+    padded: nn.Module
+    bare: nn.Module
+
+    @classmethod
+    def load(cls) -> Models:
+        model, _, _ = load_model(ModelSettings(name=MODEL, dtype="float32"))
+        return cls(model, padded_twin(model), copy.deepcopy(model))
 
 
 def main() -> None:
-    report, options = start("train_step", __doc__ or "", _arguments)
-    model, _, _ = load_model(ModelSettings(name=MODEL, dtype="float32"))
-    twin = padded_twin(model)
-    body, head = matrix_parameters(model)
-    report.data |= {"body_parameters": body, "head_parameters": head}
-    rounds = options.rounds or (2 if report.short else 5)
+    report, options = start("train_step", __doc__ or "")
+    models = Models.load()
+    report.data["parameters"] = dict(zip(("body", "head"), matrix_parameters(models.bare), strict=True))
+    _headline(report, models)
+    if not report.short:
+        _by_shape(report, models)
+    report.finish(options.json)
+
+
+def _headline(report: Report, models: Models) -> None:
     steps = report.table("One step, without the optimizer", ("threads", "shipped, s", "padded, s", "bare, s", *COMPARED))
-    update = report.table("The optimizer's update, apart", ("threads", "AdamW, s", "of the whole step"))
-    others = report.table("By prompt : completion : group size", ("P : R : G", *COMPARED))
-    for threads in (2, 1):
-        seconds = _measure(model, twin, MAIN, threads, rounds, report, f"main, {threads} threads")
-        compared = _compare(seconds, ideal_gain(MAIN, body, head))
-        steps.rows.append((str(threads), *(spread(seconds[way]) for way in ("shipped", "padded", "bare")), *compared.cells()))
-        alone, step = statistics.median(seconds["optimizer"]), statistics.median(seconds["shipped"])
-        update.rows.append((str(threads), spread(seconds["optimizer"]), f"{alone / (alone + step):.1%}"))
-        compared.judge(report, f"P 52 : R 24 : G 8, {threads} thread{'s' if threads > 1 else ''}")
-    for name, shape in OTHERS.items():
-        if not report.short or name in IN_SHORT:
-            seconds = _measure(model, twin, shape, 2, 1 if report.short else 3, report, name)
-            others.rows.append((name, *_compare(seconds, ideal_gain(shape, body, head)).cells()))
     steps.note = (
         f"SmolLM2-135M in float32, {MAIN.groups} groups of {len(MAIN.lengths)} completions of {max(MAIN.lengths)} tokens over prompts of "
-        f"{MAIN.prompt}. Median [least, most] of {rounds} rounds; gain and overhead are medians of the rounds' own ratios."
+        f"{MAIN.prompt}. Median [least, most]; gain and overhead are medians of the rounds' own ratios."
     )
-    others.note = "2 threads. Completions of 6 to 48 tokens are padded to the longest in the padded step."
-    report.finish(options.json)
+    update = report.table("The optimizer's update, apart", ("threads", "AdamW, s", "of the whole step"))
+    for threads, rounds in (ROUNDS_SHORT if report.short else ROUNDS).items():
+        seconds = _measure(report, models, MAIN, threads, rounds)
+        compared = _Compared.of(seconds, ideal_gain(MAIN, *matrix_parameters(models.bare)))
+        steps.rows.append((str(threads), *(spread(seconds[way]) for way in Models._fields), *compared.cells()))
+        alone, step = statistics.median(seconds["optimizer"]), statistics.median(seconds["shipped"])
+        update.rows.append((str(threads), spread(seconds["optimizer"]), f"{alone / (alone + step):.1%}"))
+        where = f"P 52 : R 24 : G 8, {threads} thread{'s' if threads > 1 else ''}"
+        report.at_least(f"{where}: share of the ideal gain, {compared.ideal:.2f}", 100 * compared.share, 90, " %")
+        report.at_most(f"{where}: time over the bare loop", 100 * compared.overhead, 5, " %")
+
+
+def _by_shape(report: Report, models: Models) -> None:
+    table = report.table("By prompt : completion : group size", ("P : R : G", *COMPARED))
+    table.note = "2 threads. Completions of 6 to 48 tokens are padded to the longest in the padded step."
+    for name, shape in OTHERS.items():
+        seconds = _measure(report, models, shape, threads=2, rounds=ROUNDS_OTHERS)
+        table.rows.append((name, *_Compared.of(seconds, ideal_gain(shape, *matrix_parameters(models.bare))).cells()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,34 +122,28 @@ class _Compared:
     ideal: float
     overhead: float  # shipped / bare - 1
 
+    @classmethod
+    def of(cls, seconds: dict[str, list[float]], ideal: float) -> _Compared:
+        gain = paired_ratio(seconds["padded"], seconds["shipped"])
+        return cls(gain, ideal, paired_ratio(seconds["shipped"], seconds["bare"]) - 1)
+
+    @property
+    def share(self) -> float:
+        return self.gain / self.ideal
+
     def cells(self) -> tuple[str, ...]:
-        return f"{self.gain:.2f}", f"{self.ideal:.2f}", f"{self.gain / self.ideal:.0%}", f"{self.overhead:+.1%}"
-
-    def judge(self, report: Report, where: str) -> None:
-        report.at_least(f"{where}: share of the ideal gain, {self.ideal:.2f}", 100 * self.gain / self.ideal, 90, " %")
-        report.at_most(f"{where}: time over the bare loop", 100 * self.overhead, 5, " %")
+        return f"{self.gain:.2f}", f"{self.ideal:.2f}", f"{self.share:.0%}", f"{self.overhead:+.1%}"
 
 
-def _compare(seconds: dict[str, list[float]], ideal: float) -> _Compared:
-    gain = paired_ratio(seconds["padded"], seconds["shipped"])
-    return _Compared(gain, ideal, paired_ratio(seconds["shipped"], seconds["bare"]) - 1)
-
-
-def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=0, help="rounds of the first table; 0: 2 in the short form, else 5")
-
-
-def _measure(
-    model: nn.Module, twin: nn.Module, shape: Shape, threads: int, rounds: int, report: Report, name: str
-) -> dict[str, list[float]]:
+def _measure(report: Report, models: Models, shape: Shape, threads: int, rounds: int) -> dict[str, list[float]]:
     """Seconds per round of each way, and of the optimizer's updates within the shipped one, which its own leave out."""
     torch.set_num_threads(threads)
-    batch = make_batch(shape, model.config.vocab_size)
+    batch = make_batch(shape, models.bare.config.vocab_size)
     with torch.no_grad():
-        record_sampler(batch, Padded(twin, batch, threads).logprob())
-    shipped, padded, bare = Shipped(model, batch, threads), Padded(twin, batch, threads), Bare(model, batch, threads)
-    distances = _assert_equal(shipped, padded, bare)
-    updates: list[float] = []
+        record_sampler(batch, Padded(models.padded, batch, threads).logprob())
+    ways = Shipped(models.shipped, batch, threads), Padded(models.padded, batch, threads), Bare(models.bare, batch, threads)
+    distances = _assert_equal(*ways)
+    shipped, updates = ways[0], []
 
     def step() -> None:
         before = shipped.optimizer_s
@@ -134,10 +153,11 @@ def _measure(
     def without_updates() -> float:
         return time.perf_counter() - shipped.optimizer_s
 
-    seconds = alternate({"shipped": step, "padded": padded, "bare": bare}, rounds, without_updates) | {"optimizer": updates}
-    report.data[name] = {"threads": threads, "shape": str(shape), "distances": distances, "metrics": shipped.metrics, "seconds": seconds}
-    model.zero_grad()
-    twin.zero_grad()
+    seconds = alternate({"shipped": step, "padded": ways[1], "bare": ways[2]}, rounds, without_updates) | {"optimizer": updates}
+    measured = {"shape": str(shape), "threads": threads, "distances": distances, "metrics": shipped.metrics, "seconds": seconds}
+    report.data.setdefault("measured", []).append(measured)
+    for model in models:
+        model.zero_grad()
     return seconds
 
 

@@ -63,6 +63,7 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.device = next(model.parameters()).device
         _no_dropout(model)
+        _sparse_lookup(model)
         model.requires_grad_(True)
         model.eval()
         if config.trainer.gradient_checkpointing:
@@ -276,6 +277,17 @@ def _no_dropout(model: nn.Module) -> None:
         for name in ("attention_dropout", "dropout", "activation_dropout", "layerdrop", "router_jitter_noise", "jitter_noise"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
+
+
+def _sparse_lookup(model: nn.Module) -> None:
+    """Where one matrix is both embedding and head, its lookup's gradient goes row by row onto the head's, which is there first and dense.
+
+    The dense form fills and adds two more matrices of vocabulary x width: 1 to 2 % of a step of a 135M model at 1000 tokens. In float32
+    on a CPU only: in bfloat16 rows that are added one by one lose what their sum would keep.
+    """
+    lookup, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    if isinstance(lookup, nn.Embedding) and head is not None and head.weight is lookup.weight:
+        lookup.sparse = lookup.weight.device.type == "cpu" and lookup.weight.dtype == torch.float32
 
 
 @contextmanager
