@@ -3,13 +3,13 @@
     python benchmarks/decode.py [--short] [--json PATH] [--vllm PYTHON]
 
 SmolLM2-135M-Instruct, the same weights, prompts of 52 tokens in groups of 8, exactly the same number of new tokens per request in every
-way, all with the same number of threads. Lengths are equal (64 tokens) or lognormal (sigma 1, mean 64, cut at 256), two batches of them.
-What each way does of sampling and logprobs stands in `decode_ways.py`; useful tokens are those that were asked for. `--vllm` (or
-DECODE_VLLM) names the Python of an environment with vLLM; without it that row is left out, with a line that says so.
+way, all with the same number of threads. Lengths are equal (64 tokens) or lognormal (sigma 1, mean 64, cut at 256), two batches of them;
+24 in place of 64 in the short form. What each way does of sampling and logprobs stands in `decode_ways.py`. `--vllm` (or DECODE_VLLM)
+names the Python of an environment with vLLM; without it there is a line that says so in place of its figures.
 
-Bounds, per number of threads and dtype:
+Bounds, per number of threads and dtype, in tokens per second with B sequences at a time:
 
-    reading         B / (bytes of the weights / bytes read per second); at most one token per request and pass
+    reading         B / (bytes of the weights / bytes read per second); fewer with lengths so unequal that passes cannot be full
     multiplying     B / (seconds of the pass's matrix products with B rows, alone, each in the fastest form the library has)
 
 Both leave out attention, keys and values, sampling and prefill.
@@ -22,13 +22,13 @@ import copy
 import os
 import time
 from collections import defaultdict
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from bench import Report, alternate, paired_ratio, spread, start
+from bench import Report, Table, alternate, paired_ratio, spread, start
 from decode_ways import VLLM, Generate, GenerateBatch, Slipstream, Way
-from decode_work import Machine, Work, lognormal_lengths, make_work, static_passes
+from decode_work import PROMPT_TOKENS, Machine, Work, lognormal_lengths, make_work, static_passes
 from smollm2 import MODEL, model_folder
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -37,8 +37,7 @@ from slipstream.config.settings import ModelSettings
 from slipstream.models.loading import load_model
 from slipstream.models.probe import probe
 
-MEAN = 64  # new tokens per request
-SHORT_MEAN = 32
+MEAN, SHORT_MEAN = 64, 24  # new tokens per request
 BATCH = 32  # what the targets are about
 OTHER_BATCHES = (1, 8, 64)
 THREADS = 2
@@ -46,7 +45,7 @@ VOCABULARY = 49_152
 
 
 class Models:
-    """The weights once per dtype and side: slipstream's copy has its attention function, the peers' is as transformers loads it."""
+    """The weights once per side: slipstream's copy has its attention function, the peers' is as transformers loads it."""
 
     def __init__(self, dtype: str):
         self.dtype = dtype
@@ -62,13 +61,15 @@ def main() -> None:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     report, options = start("decode", "Decoding: useful tokens per second against generate, generate_batch and vLLM.", _more)
+    if options.vllm is None:
+        print("vLLM: not installed here (--vllm PYTHON names an environment with it); its figures are left out\n", flush=True)
     torch.set_num_threads(THREADS)
-    mean = SHORT_MEAN if options.short else MEAN
     models = Models("float32")
+    mean = SHORT_MEAN if options.short else MEAN
     main_table(report, models, mean, options)
     if not options.short:
         batches_table(report, models, mean)
-        other_table(report, models, mean)
+        other_table(report, models, mean // 2, options)
     tick_table(report, models)
     report.finish(options.json)
 
@@ -83,34 +84,31 @@ def _more(parser: argparse.ArgumentParser) -> None:
 
 def main_table(report: Report, models: Models, mean: int, options: argparse.Namespace) -> None:
     """Batch 32 at equal and at lognormal lengths, every way, with the targets."""
-    rounds = 1 if options.short else 2
     fixed = make_work(f"{mean} each", [mean] * BATCH, VOCABULARY)
     varied = make_work(f"lognormal, mean {mean}", lognormal_lengths(2 * BATCH, mean), VOCABULARY)
-    ours = models.slipstream(BATCH)
-    generate = Generate(models.peers, BATCH)
-    ways: list[Way] = [ours, generate]
-    vllm = _vllm(options.vllm, "float32", THREADS)
+    machine = measure(models.ours, BATCH)
+    ways: list[Way] = [models.slipstream(BATCH), Generate(models.peers, BATCH)]
+    vllm = VLLM(options.vllm, model_folder(), BATCH, THREADS, "float32") if options.vllm else None
     if vllm is not None:
         ways.append(vllm)
-    machine = measure(models.ours, BATCH)
+    rates = {
+        fixed.name: measured(ways, fixed, 1 if options.short else 2),
+        varied.name: measured(ways, varied, 1),
+    }
+    rates[fixed.name] |= measured([Generate(models.peers, BATCH, logprobs=True)], fixed, 1)
+    if not options.short:
+        rates[fixed.name] |= measured([GenerateBatch(copy.deepcopy(models.peers), BATCH)], fixed, 1)
     table = report.table(
         f"Useful tokens per second, batch {BATCH}, float32, {THREADS} threads",
         ("way", fixed.name, varied.name),
-        note=f"`generate` needs {static_passes(varied.lengths, BATCH)} passes for the {varied.num_tokens} tokens of lognormal lengths. "
-        f"{'vLLM is not installed here and was not run.' if vllm is None else f'vLLM {vllm.version}.'}",
+        note=f"Of lognormal lengths `generate` makes {static_passes(varied.lengths, BATCH)} passes for {varied.num_tokens} tokens. "
+        f"{f'vLLM {vllm.version}.' if vllm else 'vLLM was not installed.'}",
     )
-    rates: dict[str, dict[str, list[float]]] = {}
-    for work in (fixed, varied):
-        rates[work.name] = measured(ways, work, rounds)
-    extra = [Generate(models.peers, BATCH, logprobs=True)]
-    rates[fixed.name]["generate, logprobs too"] = measured(extra, fixed, 1)["generate"]
-    if not options.short:
-        rates[fixed.name]["generate_batch"] = measured([GenerateBatch(copy.deepcopy(models.peers), BATCH)], fixed, 1)["generate_batch"]
     for name in rates[fixed.name]:
         table.rows.append((name, *(spread(rates[w.name][name]) if name in rates[w.name] else "" for w in (fixed, varied))))
     bounds = {work.name: machine.bounds(work, BATCH, models.weight_bytes) for work in (fixed, varied)}
-    table.rows.append(("bound: reading the weights", *(f"{bounds[w.name][0]:.0f}" for w in (fixed, varied))))
-    table.rows.append(("bound: the matrix products", *(f"{bounds[w.name][1]:.0f}" for w in (fixed, varied))))
+    for i, bound in enumerate(("reading the weights", "the matrix products")):
+        table.rows.append((f"bound: {bound}", *(f"{bounds[w.name][i]:.0f}" for w in (fixed, varied))))
     for work, wanted in ((fixed, 1.4), (varied, 2.5)):
         mine = rates[work.name]
         report.at_least(f"against generate, {work.name}", paired_ratio(mine["slipstream"], mine["generate"]), wanted, "x")
@@ -121,74 +119,73 @@ def main_table(report: Report, models: Models, mean: int, options: argparse.Name
         vllm.close()
 
 
-def measured(ways: list[Any], work: Work, rounds: int) -> dict[str, list[float]]:
-    """Useful tokens per second of each way, round by round, after a short warm-up; what comes out is checked."""
+def measured(ways: Sequence[Way], work: Work, rounds: int) -> dict[str, list[float]]:
+    """Useful tokens per second of each way, round by round, after a short warm-up; what comes out is counted."""
     warm = make_work("warm-up", [2] * min(work.num_requests, BATCH), VOCABULARY)
+    rates: dict[str, list[float]] = {way.name: [] for way in ways}
 
-    def once(way: Way, work: Work) -> None:
+    def once(way: Way) -> None:
+        began = time.perf_counter()
         lengths = tuple(map(len, way.run(work)))
+        rates[way.name].append(work.num_tokens / (time.perf_counter() - began))
         if lengths != work.lengths:
             raise RuntimeError(f"{way.name} made {sum(lengths)} tokens in place of {work.num_tokens}")
+        time.sleep(way.settles_s)
 
     for way in ways:
-        once(way, warm)
-    seconds = alternate({way.name: lambda way=way: once(way, work) for way in ways}, rounds)
-    return {name: [work.num_tokens / s for s in times] for name, times in seconds.items()}
-
-
-def _vllm(python: str | None, dtype: str, threads: int) -> VLLM | None:
-    if python is None:
-        print("vLLM: not installed here (--vllm PYTHON names an environment with it); its row is left out\n")
-        return None
-    return VLLM(python, model_folder(), BATCH, threads, dtype)
+        way.run(warm)
+        time.sleep(way.settles_s)
+    alternate({way.name: lambda way=way: once(way) for way in ways}, rounds)
+    return rates
 
 
 # ---- other batches, one thread, bfloat16, greedy -------------------------------------------------------------------------------
 
+_COLUMNS = ("slipstream", "generate", "ratio", "bound: reading", "bound: products")
+
 
 def batches_table(report: Report, models: Models, mean: int) -> None:
-    table = report.table(
-        f"Useful tokens per second by batch, {mean} tokens each, float32, {THREADS} threads",
-        ("batch", "slipstream", "generate", "ratio", "bound: reading", "bound: products"),
-    )
+    table = report.table(f"Useful tokens per second by batch, {mean} tokens each, float32, {THREADS} threads", ("batch", *_COLUMNS))
     for batch in OTHER_BATCHES:
-        work = make_work(f"{mean} each", [mean] * batch, VOCABULARY)
-        _compare(report, table.rows, str(batch), models, batch, work)
+        _compare(report, table, str(batch), models, batch, make_work(f"{mean} each", [mean] * batch, VOCABULARY))
 
 
-def other_table(report: Report, models: Models, mean: int) -> None:
-    """Batch 32 in another dtype, with one thread (what a process of its own gets), and greedy (where both must say the same)."""
-    work = make_work(f"{mean // 2} each", [mean // 2] * BATCH, VOCABULARY)
-    table = report.table(
-        f"Useful tokens per second, batch {BATCH}, {work.name}",
-        ("", "slipstream", "generate", "ratio", "bound: reading", "bound: products"),
-    )
+def other_table(report: Report, models: Models, tokens: int, options: argparse.Namespace) -> None:
+    """Batch 32 with one thread (what an engine in a process of its own gets), in bfloat16, and greedy (where all must say the same)."""
+    work = make_work(f"{tokens} each", [tokens] * BATCH, VOCABULARY)
+    table = report.table(f"Useful tokens per second, batch {BATCH}, {work.name}", ("", *_COLUMNS))
     torch.set_num_threads(1)
-    _compare(report, table.rows, "float32, 1 thread", models, BATCH, work)
+    _compare(report, table, "float32, 1 thread", models, BATCH, work)
     torch.set_num_threads(THREADS)
     same = greedy_agreement(models, work)
-    table.note = f"Greedy, float32: {100 * same:.1f} % of the tokens are the same as those of generate."
+    _compare(report, table, f"bfloat16, {THREADS} threads", Models("bfloat16"), BATCH, work)
+    table.note = f"Greedy, in float32, {100 * same:.1f} % of the tokens are those of `generate`."
     report.data["greedy_same"] = same
-    _compare(report, table.rows, f"bfloat16, {THREADS} threads", Models("bfloat16"), BATCH, work)
+    if options.vllm:
+        vllm = VLLM(options.vllm, model_folder(), BATCH, THREADS, "bfloat16")
+        rates = measured([vllm], work, 1)["vLLM"]
+        table.note += f" vLLM in bfloat16, {THREADS} threads: {spread(rates)}."
+        report.data["bfloat16, vLLM"] = rates
+        vllm.close()
 
 
-def _compare(report: Report, rows: list[Any], label: str, models: Models, batch: int, work: Work) -> None:
+def _compare(report: Report, table: Table, label: str, models: Models, batch: int, work: Work) -> None:
     rates = measured([models.slipstream(batch), Generate(models.peers, batch)], work, 1)
     reading, products = measure(models.ours, batch).bounds(work, batch, models.weight_bytes)
     ours, theirs = rates["slipstream"], rates["generate"]
-    rows.append((label, spread(ours), spread(theirs), f"{paired_ratio(ours, theirs):.2f}x", f"{reading:.0f}", f"{products:.0f}"))
+    table.rows.append((label, spread(ours), spread(theirs), f"{paired_ratio(ours, theirs):.2f}x", f"{reading:.0f}", f"{products:.0f}"))
     report.data[f"{models.dtype}, batch {batch}, {label}"] = {"rates": rates, "reading": reading, "products": products}
 
 
 def greedy_agreement(models: Models, work: Work) -> float:
     """Share of the tokens that are the same where nothing is random. After a near tie of two tokens a sequence goes another way."""
-    ours = models.slipstream(BATCH, greedy=True)
+    ours = models.slipstream(BATCH, greedy=True).run(work)
     theirs = Generate(models.peers, BATCH, greedy=True).run(work)
-    pairs = [(a, b) for x, y in zip(ours.run(work), theirs, strict=True) for a, b in zip(x, y, strict=True)]
+    pairs = [(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)]
     return sum(a == b for a, b in pairs) / len(pairs)
 
 
-# ---- bounds and parts ----------------------------------------------------------------------------------------------------------
+# ---- bounds, and where the time goes -------------------------------------------------------------------------------------------
 
 
 def measure(model: PreTrainedModel, batch: int) -> Machine:
@@ -199,58 +196,57 @@ def measure(model: PreTrainedModel, batch: int) -> Machine:
 
 
 @torch.inference_mode()
-def products_s(model: PreTrainedModel, batch: int) -> float:
-    """Seconds of all products of one pass, layer by layer as a pass meets them, so that no weight is in a cache."""
-    forms = (torch.nn.functional.linear, lambda x, w: torch.mm(w, x.t()), lambda x, w: torch.mm(x, w.t()))
+def products_s(model: PreTrainedModel, batch: int, rounds: int = 4) -> float:
+    """Seconds of all products of one pass, layer after layer as a pass meets them, so that no weight is in a cache."""
+    forms = (torch.nn.functional.linear, lambda x, w: torch.mm(w, x.t()))
     weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
     inputs = {w.shape[1]: torch.randn(batch, w.shape[1], dtype=w.dtype) for w in weights}
-    best: dict[tuple[torch.Size, int], float] = {}
-    for _ in range(5):
-        for form_index, form in enumerate(forms):
+    best: dict[torch.Size, float] = {}  # of all products of this shape together
+    for _ in range(rounds):
+        for form in forms:
             spent: dict[torch.Size, float] = defaultdict(float)
             for w in weights:
                 spent[w.shape] += _seconds(lambda form=form, w=w: form(inputs[w.shape[1]], w))
-            for shape, s in spent.items():
-                best[shape, form_index] = min(s, best.get((shape, form_index), s))
-    return sum(min(best[shape, i] for i in range(len(forms))) for shape in {w.shape for w in weights})
+            best |= {shape: min(s, best.get(shape, s)) for shape, s in spent.items()}
+    return sum(best.values())
 
 
-def _seconds(do: Any) -> float:
+def _seconds(do: Callable[[], Any]) -> float:
     began = time.perf_counter()
     do()
     return time.perf_counter() - began
 
 
-PARTS = {
-    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear"),
+_PARTS = {
+    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
     "attention": ("aten::_scaled_dot_product_flash_attention_for_cpu",),
-    "keys and values: write, gather": ("aten::index_copy_", "aten::index_select", "aten::index_put_"),
+    "keys and values: write and gather": ("aten::index_copy_", "aten::index_select"),
+    "copies (operands turned over)": ("aten::copy_",),
 }
 
 
 def tick_table(report: Report, models: Models) -> None:
-    """Where the time of a tick goes, by torch's profiler, which makes small operations look dearer than they are."""
+    """Shares of a tick by torch's profiler, which makes many small operations look dearer than they are."""
     way = models.slipstream(BATCH)
     work = make_work("profiled", [MEAN] * BATCH, VOCABULARY)
     for i in range(work.num_requests):
-        way.engine.submit(way._request(work, i))
-    for _ in range(MEAN // 2):
+        way.engine.submit(way.request(work, i))
+    ticks = MEAN // 2
+    for _ in range(ticks):
         way.engine.tick()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(4):
             way.engine.tick()
     events = profile.key_averages()
     total = sum(e.self_cpu_time_total for e in events)
-    table = report.table(f"Where a tick goes, batch {BATCH}, float32, {THREADS} threads, at {PROMPT_AND_HALF} tokens", ("part", "share"))
-    known = 0.0
-    for part, names in PARTS.items():
-        share = sum(e.self_cpu_time_total for e in events if e.key in names) / total
-        known += share
-        table.rows.append((part, f"{100 * share:.0f} %"))
-    table.rows.append(("everything else: norms, rotary, activations, sampling, Python", f"{100 * (1 - known):.0f} %"))
+    shares = {part: sum(e.self_cpu_time_total for e in events if e.key in names) / total for part, names in _PARTS.items()}
+    shares["everything else: norms, rotary, activations, sampling"] = 1 - sum(shares.values())
+    table = report.table(
+        f"Where a tick goes, batch {BATCH}, float32, {THREADS} threads, {PROMPT_TOKENS + ticks} tokens per sequence", ("part", "share")
+    )
+    table.rows += [(part, f"{100 * share:.0f} %") for part, share in shares.items()]
+    report.data["tick"] = shares
 
-
-PROMPT_AND_HALF = 52 + MEAN // 2
 
 if __name__ == "__main__":
     main()

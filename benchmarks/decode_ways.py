@@ -1,11 +1,11 @@
 """The ways to decode that are compared: each runs a `Work` and gives the tokens of every request, exactly as many as were asked for.
 
-| way | sampling | logprobs of the sampled tokens | prompts |
-|---|---|---|---|
-| slipstream's engine | softmax at temperature 1, one counter-based draw per token | yes, in frames with the version, as a rollout worker gets them | once per group |
-| `generate` | softmax at temperature 1, `torch.multinomial` | only where said | every sample's |
-| `generate_batch`'s manager | the same | yes (`return_logprobs`) | its own prefix sharing |
-| vLLM | its own sampler | yes (`logprobs=0`) | its own prefix cache |
+slipstream's engine    softmax at temperature 1, one counter-based draw per token; the logprob of every token, in frames with the version,
+                       as a rollout worker gets them; a prompt once per group
+`generate`             softmax at temperature 1, `torch.multinomial`; logprobs only where the table says so (`output_logits` and
+                       `compute_transition_scores`); the prompt of every sample
+`generate_batch`       the manager behind it; the same sampling; logprobs (`return_logprobs`); its own sharing of prefixes
+vLLM                   its own sampler; logprobs of the tokens (`logprobs=0`, processed); its own prefix cache
 
 No end token ends anything anywhere.
 """
@@ -34,6 +34,7 @@ DEADLINE_S = 600.0
 
 class Way(Protocol):
     name: str
+    settles_s: float  # until its threads are still after a run
 
     def run(self, work: Work) -> list[list[int]]:
         """The new tokens of each request."""
@@ -44,6 +45,7 @@ class Slipstream:
     """The shipped engine with `batch` slots, driven as its own loop drives it: a tick, a frame."""
 
     name = "slipstream"
+    settles_s = 0.0
 
     def __init__(self, model: PreTrainedModel, batch: int, *, min_rows: int, greedy: bool = False):
         self.engine = EmbeddedEngine(model, slots=batch, max_context=MAX_CONTEXT, min_rows=min_rows)
@@ -55,7 +57,7 @@ class Slipstream:
 
     def run(self, work: Work) -> list[list[int]]:
         self._runs += 1
-        handles = [self.engine.submit(self._request(work, i)) for i in range(work.num_requests)]
+        handles = [self.engine.submit(self.request(work, i)) for i in range(work.num_requests)]
         tokens: dict[int, list[int]] = {handle: [] for handle in handles}
         while self.engine.has_work():
             frame = self.engine.tick()
@@ -63,7 +65,7 @@ class Slipstream:
                 tokens[handle].append(token)
         return [tokens[handle] for handle in handles]
 
-    def _request(self, work: Work, i: int) -> GenerateRequest:
+    def request(self, work: Work, i: int) -> GenerateRequest:
         return GenerateRequest(
             group_id=self._runs * 1_000_000 + i // GROUP,
             sample=i % GROUP,
@@ -81,9 +83,10 @@ class Slipstream:
 class Generate:
     """transformers' `generate`, `batch` requests at a time: all of a batch decode until its longest has ended, as `generate` does."""
 
-    name = "generate"
+    settles_s = 0.0
 
     def __init__(self, model: PreTrainedModel, batch: int, *, greedy: bool = False, logprobs: bool = False):
+        self.name = "generate, logprobs too" if logprobs else "generate"
         self._model, self._batch, self._logprobs = model, batch, logprobs
         model.generation_config = GenerationConfig(pad_token_id=0)  # no end token
         self._sampling = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -109,6 +112,7 @@ class GenerateBatch:
     """transformers' continuous batching: the manager behind `generate_batch`, which alone takes a length per request."""
 
     name = "generate_batch"
+    settles_s = 0.0
 
     def __init__(self, model: PreTrainedModel, batch: int):
         self._model = model
@@ -127,7 +131,7 @@ class GenerateBatch:
         deadline = time.monotonic() + DEADLINE_S
         with manager as running:
             for i, length in enumerate(work.lengths):
-                running.add_request(list(work.prompt(i)), request_id=str(i), max_new_tokens=length)
+                running.addrequest(list(work.prompt(i)), request_id=str(i), max_new_tokens=length)
             done: dict[int, list[int]] = {}
             while len(done) < work.num_requests:
                 if time.monotonic() > deadline or not running.is_running():
@@ -142,6 +146,7 @@ class VLLM:
     """vLLM in a process and an environment of its own (`peers/decode_vllm.py`), which this one talks to by lines of JSON."""
 
     name = "vLLM"
+    settles_s = 3.0  # its threads spin for 2 s
 
     def __init__(self, python: str, folder: Path, batch: int, threads: int, dtype: str):
         script = Path(__file__).parent / "peers" / "decode_vllm.py"

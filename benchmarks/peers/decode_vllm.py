@@ -27,6 +27,7 @@ def main() -> None:
         max_num_seqs=int(batch),
         max_model_len=int(max_context),
         enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
     )
     answer({"version": vllm.__version__})
     for line in sys.stdin:

@@ -102,6 +102,7 @@ def paged_attention(
         raise ModelError(f"{type(module).__name__} has no layer_idx, so its keys and values have no place in the pool")
     rows, heads, new_tokens, _ = query.shape
     layout.pool.write(layer, key, value, layout.write_slots)
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))  # else SDPA takes a slow way
     if softcap is not None or sinks is not None:
         return _plain_attention(layer, query, key, value, layout, _Options(scaling, sliding_window, softcap, sinks)).transpose(1, 2)
     if layout.fresh:
