@@ -97,7 +97,7 @@ def sliding(places, pulled, finished, window, groups_per_step):
     unpulled = [g for g in places if not pulled(g)]
     batch: list[int] = []
     while len(batch) < groups_per_step:
-        ready = [g for g in [g for g in unpulled if g not in batch][:window] if finished(g)]
+        ready = [g for g in [g for g in unpulled if g not in batch][:window] if g in finished]
         if not ready:
             return None
         batch.append(ready[0])
