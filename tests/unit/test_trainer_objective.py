@@ -23,9 +23,10 @@ from trainer_models import (
 
 from slipstream.config.loss_tables import AGGREGATIONS, CORRECTIONS, POLICY_LOSSES, PRESETS
 from slipstream.errors import DataError
+from slipstream.trainer import logprobs
 from slipstream.trainer.advantages import group_mean_std
 from slipstream.trainer.logprobs import TokenOutputs
-from slipstream.trainer.objective import Objective
+from slipstream.trainer.objective import Objective, Value
 from slipstream.trainer.packing import pack
 from slipstream.trainer.trainer import Trainer
 from slipstream.types import Batch
@@ -130,6 +131,52 @@ def test_splits_equal_the_whole_at_every_token(policy):
             assert rejected.any() and not rejected.all(), f"{correction} judges all tokens alike: the test would show nothing"
         seen += 1
     assert seen >= len(AGGREGATIONS) * (len(CORRECTION_TABLES) - 4)
+
+
+# ---- a token's loss by itself
+
+
+def test_losses_by_token_are_those_that_any_part_of_a_micro_batch_may_be_judged_by():
+    """Cut within rollouts, a loss adds up to the whole exactly where the objective says that it goes by token."""
+    ((m, start),) = micro_batches_of("token_mean", 10_000)
+    logprob = start + 0.3 * torch.sin(37 * m.sampler_logprob)
+    chunks = list(m.chunks(7))
+    assert len(chunks) > 3 and torch.cat([chunk.sampler_logprob for _, chunk in chunks]).equal(m.sampler_logprob)
+    seen = {True: 0, False: 0}
+    for policy, correction in itertools.product(POLICY_LOSSES, [None, *CORRECTION_TABLES]):
+        if not allowed(policy, correction):
+            continue
+        objective = Objective(config(loss=loss_of(policy, "token_mean", correction)))
+        whole = objective(m, TokenOutputs(logprob, torch.zeros_like(start), None), start, None)
+        parts = Value.joined(
+            [objective(c, TokenOutputs(logprob[at], torch.zeros_like(start[at]), None), start[at], None) for at, c in chunks]
+        )
+        same = parts.loss.item() == pytest.approx(whole.loss.item(), rel=1e-5) and parts.rejected.equal(whole.rejected)
+        assert same == objective.by_token, (policy, correction)
+        seen[same] += 1
+    assert seen[True] > 40 and seen[False] > 40
+
+
+@pytest.mark.parametrize("loss", [{}, {"entropy_coefficient": 0.1, "correction": ["tis"]}, {"preset": "gspo"}], ids=str)
+def test_chunks_of_the_head_change_nothing(loss, monkeypatch):
+    """Logits are computed once where the loss goes by token, and twice where it does not."""
+    seen = []
+    head = logprobs.head_logits
+    monkeypatch.setattr(logprobs, "head_logits", lambda model, hidden: (seen.append(len(hidden)), head(model, hidden))[1])
+
+    def step(chunk):
+        trainer = Trainer(config(trainer={"logprob_chunk_tokens": chunk, "learning_rate": 0.0}, loss=loss), tiny_model("qwen3"))
+        trainer.step, kept, update = 3, [], trainer.optimizer.update
+        trainer.optimizer.update = lambda step, norm: (kept.append(gradient(trainer.model)), update(step, norm))
+        seen.clear()
+        return trainer.train_step(stale_batch()).metrics, kept[0], len(seen)
+
+    whole, expected, once = step(10_000)
+    metrics, found, count = step(16)
+    ((m, _),) = micro_batches_of("token_mean", 10_000)
+    assert once == 1 and count == len(list(m.chunks(16))) * (2 if loss.get("preset") == "gspo" else 1)
+    assert relative_distance(found, expected) < 1e-5
+    assert metrics == pytest.approx(whole, rel=1e-4, abs=1e-6)
 
 
 def step_gradient(loss, max_tokens, checkpointing=False):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from trainer_models import batch_of, config, make_batch, make_group, relative_distance, tiny_model
 
+import slipstream.trainer.trainer as trainer_module
 from slipstream.errors import RunFailed
 from slipstream.trainer.checkpoint import load_checkpoint, write_checkpoint
 from slipstream.trainer.packing import pack
@@ -25,11 +26,11 @@ def weights(trainer):
     return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters()])
 
 
-def forwards(trainer, monkeypatch):
+def forwards(monkeypatch):
     """Counts the trainer's forward passes, with and without a gradient."""
     seen = []
-    forward = trainer.forward
-    monkeypatch.setattr(trainer, "forward", lambda m: (seen.append(torch.is_grad_enabled()), forward(m))[1])
+    hidden = trainer_module._hidden
+    monkeypatch.setattr(trainer_module, "_hidden", lambda model, m: (seen.append(torch.is_grad_enabled()), hidden(model, m))[1])
     return seen
 
 
@@ -108,7 +109,7 @@ def with_start_logprobs(batch: Batch) -> Batch:
 )
 def test_a_first_pass_is_made_only_where_something_needs_it(loss, settings, passes, monkeypatch):
     trainer = trainer_of(loss, **settings)
-    seen = forwards(trainer, monkeypatch)
+    seen = forwards(monkeypatch)
     trainer.train_step(make_batch(groups=2))
     assert seen == passes
 

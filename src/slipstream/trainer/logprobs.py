@@ -1,6 +1,7 @@
 """Token logprobs and entropies in chunks, so that the full logits matrix is never held.
 
-Each chunk runs the model's own head (`models.head`), is reduced to a few numbers per row, and is computed again in the backward pass.
+Each chunk runs the model's own head (`models.head`) and is reduced to a few numbers per row. Several chunks are each computed again in the
+backward pass; the trainer asks for one at a time where the loss lets it make the gradient at once.
 Rows are distinct (packed position, temperature, kept vocabulary) triples: the last prompt token predicts the first token of all G
 completions, and its logits are computed once for all of them.
 
@@ -9,6 +10,7 @@ Shapes: T = packed tokens, d = hidden size, R = rows of logits, N = trained toke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +58,14 @@ class TokenOutputs(NamedTuple):
     entropy: torch.Tensor  # float32[N], nats, of the distribution the token comes from; with a gradient where that was asked for
     divergence: torch.Tensor | None  # float32[N], KL(model ‖ teacher) over the vocabulary, with a gradient; None without a teacher
 
+    def detach(self) -> TokenOutputs:
+        return TokenOutputs(*(None if x is None else x.detach() for x in self))  # type: ignore[arg-type]
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenOutputs]) -> TokenOutputs:
+        """Of tokens one part after another."""
+        return cls(*(None if columns[0] is None else torch.cat(columns) for columns in zip(*parts, strict=True)))  # type: ignore[arg-type]
+
 
 class Teacher(NamedTuple):
     """A frozen model over the same tokens."""
@@ -85,8 +95,7 @@ def token_logprobs(
             outputs.append(_chunk_outputs(*arguments))
         else:
             outputs.append(checkpoint(_chunk_outputs, *arguments, use_reentrant=False))
-    logprob, entropy, divergence = zip(*outputs, strict=True)
-    return TokenOutputs(torch.cat(logprob), torch.cat(entropy), None if teacher is None else torch.cat(divergence))
+    return TokenOutputs.joined([TokenOutputs(*part) for part in outputs])
 
 
 def _chunk_outputs(

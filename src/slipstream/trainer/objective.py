@@ -18,6 +18,7 @@ about the model as it is now, does not).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,9 @@ from slipstream.trainer.losses import Tokens
 from slipstream.trainer.packing import MicroBatch
 from slipstream.types import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 
+# What looks at all tokens of a rollout together, beside a correction whose level is not "token".
+_BY_ROLLOUT = {"gspo", "gmpo", "geometric", "opsm"}
+
 
 class Value(NamedTuple):
     """What a micro-batch of N tokens adds to a step."""
@@ -40,6 +44,15 @@ class Value(NamedTuple):
     loss: Tensor  # float[], with a gradient
     cut: Tensor  # bool[N]: the policy loss's clip cuts the gradient off
     rejected: Tensor  # bool[N]: no weight is left
+
+    def detach(self) -> Value:
+        return self._replace(loss=self.loss.detach())
+
+    @classmethod
+    def joined(cls, parts: Sequence[Value]) -> Value:
+        """Of tokens one part after another: losses add up."""
+        loss, cut, rejected = zip(*parts, strict=True)
+        return cls(torch.stack(loss).sum(), torch.cat(cut), torch.cat(rejected))
 
 
 class Objective:
@@ -55,6 +68,13 @@ class Objective:
     @property
     def entropy_gradient(self) -> bool:
         return self._settings.entropy_coefficient != 0
+
+    @property
+    def by_token(self) -> bool:
+        """A token's loss is a function of this token alone: any part of a micro-batch may be judged by itself, and parts add up."""
+        if self.loss.own_policy or self.loss.policy in _BY_ROLLOUT:
+            return False
+        return all(c.type not in _BY_ROLLOUT and c.level in (None, "token") for c in self._by_micro_batch)
 
     def whole_batch_weight(self, start_logprob: Tensor, sampler_logprob: Tensor) -> Tensor:
         """[N of the whole batch]: the weights of those corrections that judge all its tokens together."""

@@ -11,6 +11,7 @@ Shapes: T = packed tokens, N = trained tokens of a micro-batch. Tokens of differ
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -47,6 +48,18 @@ class MicroBatch:
         tensors = {name: value.to(device) for name in self.__slots__ if isinstance(value := getattr(self, name), torch.Tensor)}
         arrays = {name: value.to(device) for name, value in self.arrays.items()}
         return replace(self, rows=self.rows.to(device), arrays=arrays, **tensors)
+
+    def chunks(self, size: int) -> Iterator[tuple[slice, MicroBatch]]:
+        """Parts that need at most `size` rows of logits each, and where their tokens are among [N]. Their forward pass is the whole's."""
+        at = 0
+        for rows in self.rows.chunks(size):
+            part = slice(at, at + len(rows.row))
+            tensors = {name: getattr(self, name)[part] for name in _BY_TOKEN}
+            yield part, replace(self, rows=rows, arrays={name: value[part] for name, value in self.arrays.items()}, **tensors)
+            at = part.stop
+
+
+_BY_TOKEN = ("sampler_logprob", "advantage", "staleness", "prefix_kv", "sequence", "weight")  # [N] each
 
 
 def pack(sequences: Seq[Sequence], max_tokens: int) -> list[MicroBatch]:
