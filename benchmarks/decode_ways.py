@@ -131,7 +131,7 @@ class GenerateBatch:
         deadline = time.monotonic() + DEADLINE_S
         with manager as running:
             for i, length in enumerate(work.lengths):
-                running.addrequest(list(work.prompt(i)), request_id=str(i), max_new_tokens=length)
+                running.add_request(list(work.prompt(i)), request_id=str(i), max_new_tokens=length)
             done: dict[int, list[int]] = {}
             while len(done) < work.num_requests:
                 if time.monotonic() > deadline or not running.is_running():
