@@ -47,7 +47,7 @@ WAYS = {"control": "groups", "worker": "worker"}
 def measured_steps(in_flight: int, short: bool) -> int:
     """Steps to measure: some thousand rollouts where few are in flight, two whole batches where many are."""
     per_step = in_flight // 2
-    return max(2, -(-(400 if short else 2_000) // per_step))
+    return max(2, -(-(200 if short else 2_000) // per_step))
 
 
 def run_all(short: bool, folder: str) -> dict[tuple[str, str, int], list[Cost]]:
