@@ -25,6 +25,7 @@ from slipstream.tensors import dtype_name
 from slipstream.trainer import advantages
 from slipstream.trainer.aggregation import token_weights
 from slipstream.trainer.diagnostics import Diagnostics
+from slipstream.trainer.freed_memory import keep_freed_memory
 from slipstream.trainer.logprobs import Teacher, TokenOutputs, token_logprobs
 from slipstream.trainer.objective import Objective, Value
 from slipstream.trainer.optimizer import Optimizer, learning_rate
@@ -62,6 +63,8 @@ class Trainer:
         self.step = 0
         self.skipped_in_a_row = 0
         self.device = next(model.parameters()).device
+        if self.device.type == "cpu":
+            keep_freed_memory()
         _no_dropout(model)
         _sparse_lookup(model)
         model.requires_grad_(True)
