@@ -127,13 +127,16 @@ class Intake:
     def _assignment(self, group_id: int) -> Assignment:
         group = self._state.live[group_id]
         self._running_since[group_id] = self._clock.now()
+        prefixes = self._journal.ledger.prefixes(group_id, group.attempt_of) if group.prefix_tokens else ()
+        for prefix in prefixes:
+            self._note_end(prefix)  # recorded: the worker that goes on says so once more
         return Assignment(
             group_id=group_id,
             attempt=group.attempt,
             draw=Draw(number=group_id, row=group.row, epoch=group.epoch, dataset=self._data_fingerprint),
             row=self._rows[group.row],
             min_version=max(0, self._state.permit(group_id)),
-            prefixes=self._journal.ledger.prefixes(group_id, group.attempt_of) if group.prefix_tokens else (),
+            prefixes=prefixes,
             retries=dict(group.retries),
         )
 
