@@ -29,7 +29,7 @@ from slipstream.controller.controller import open_controller
 from slipstream.controller.ledger import LedgerReader
 from slipstream.controller.run_folder import RunFolder
 from slipstream.errors import CheckpointError, ResumeError, WeightSyncError
-from slipstream.types import GroupStatus
+from slipstream.types import GroupStatus, StopReason
 from slipstream.weight_sync.slots import SlotBroker
 
 
@@ -123,6 +123,32 @@ def test_running_groups_go_on_from_their_recorded_prefixes_once_their_permits_al
         batch = await second.get_batch(2)
         assert [g.group_id for g in batch.groups] == [4, 5]
         abandon(second)
+
+    run(main())
+
+
+def test_an_end_that_is_told_again_after_every_crash_is_recorded_once(folder):
+    """A worker that goes on from a rollout which has ended, but whose group has not, says again that it has."""
+
+    async def main():
+        first = start(folder, config())
+        await publish(first, 0)
+        await serve_engine(first)
+        task = (await first.admit(1)).assignments[0]
+        (chunk, *_) = [chunk_of(r) for r in group_of(task, 0, 1).rollouts]
+        await first.progress([chunk])
+        nothing = {"token_ids": chunk.token_ids[1:], "logprobs": chunk.logprobs[1:], "spans": ()}
+        end = msgspec.structs.replace(chunk, start=1, stop_reason=StopReason.STOP, **nothing)
+        await first.progress([end])
+        abandon(first)
+        for _ in range(2):
+            controller = start(folder, config())
+            await publish(controller, 0)
+            (again, *_) = (await controller.admit(1)).assignments
+            assert [(p.sample, p.stop_reason) for p in again.prefixes] == [(0, StopReason.STOP)]
+            await controller.progress([end])
+            assert controller.core.ledger.count("prefixes") == 2
+            abandon(controller)
 
     run(main())
 
