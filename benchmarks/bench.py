@@ -141,8 +141,9 @@ def paired_ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Median [least, most]."""
-    return f"{statistics.median(values):.{digits}g} [{min(values):.{digits}g}, {max(values):.{digits}g}]"
+    """Median [least, most]; of a single one just that."""
+    median = f"{statistics.median(values):.{digits}g}"
+    return median if len(values) == 1 else f"{median} [{min(values):.{digits}g}, {max(values):.{digits}g}]"
 
 
 def machine() -> dict[str, Any]:
