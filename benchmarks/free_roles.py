@@ -302,7 +302,7 @@ class Groups:
     """Stands for the whole sampling side: takes groups, records their tokens CHUNK_TOKENS at a time, hands them back scored.
 
     A virtual clock gives every running rollout one token per turn. As in a run with a real engine each chunk falls due at its own turn and
-    is recorded before the next one, so chunks share a commit only where they fall due at the same turn: nothing is saved by haste.
+    is recorded before the next one, and a group is durable before the next turn: nothing is saved by haste.
     """
 
     def __init__(self, controller: ControllerAPI, config: Config, mean_tokens: int):
@@ -318,7 +318,7 @@ class Groups:
         _, self._incarnation, _ = await self._controller.checkpoint_context()
         async with asyncio.TaskGroup() as tasks:
             admitting = tasks.create_task(self._admit())
-            clock = tasks.create_task(self._turns(tasks))
+            clock = tasks.create_task(self._turns())
             await admitting
             clock.cancel()
 
@@ -334,15 +334,15 @@ class Groups:
         self._tasks[task.group_id] = task
         self._push(task.group_id, 0)
 
-    async def _turns(self, tasks: asyncio.TaskGroup) -> None:
+    async def _turns(self) -> None:
         while True:
             while not self._queue:
                 self._started.clear()
                 await self._started.wait()
             chunks, finished = self.turn()
             await self._controller.progress(chunks)
-            for group in finished:
-                tasks.create_task(self._controller.finish_group(group))
+            await asyncio.gather(*map(self._controller.finish_group, finished))
+            await asyncio.sleep(0)  # a turn for the others, also where nothing had to be waited for
 
     def turn(self) -> tuple[list[PrefixChunk], list[Group]]:
         """What falls due at the next turn at which anything does."""

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from free_roles import (
+    CHUNK_TOKENS,
     ENGINE_ID,
     PROMPT_TOKENS,
     FreeEngine,
@@ -40,18 +41,19 @@ from free_roles import (
 )
 
 from slipstream.config import Config
-from slipstream.controller.controller import Controller
+from slipstream.controller.controller import COMMIT_WITHIN_S, Controller
 from slipstream.launch import engine_socket, wire
 from slipstream.launch.framing import private_directory
 from slipstream.launch.page import NullProgress
 from slipstream.launch.role import controller_socket
 from slipstream.protocols import ControllerAPI, EngineClient
 from slipstream.rollout.worker import RolloutWorker
-from slipstream.types import Frame
+from slipstream.types import Frame, PrefixChunk
 
 WARM_STEPS = 2  # = the groups that were in flight at the start
 LAST_STEPS = 2  # made of groups that were admitted before
 TIMEOUT_S = 300.0
+TOKENS_PER_S = 50.0  # of one rollout: what a turn of the virtual clock stands for, wherever a deadline of the controller's matters
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -143,6 +145,22 @@ class Meter:
 
         ledger.commit = timed
 
+    def pace(self, controller: Controller, spec: Spec) -> None:
+        """Tokens are committed within COMMIT_WITHIN_S, and the virtual clock of `Groups` runs far ahead of the real one: what its second
+        brings would share a commit with many more. So a commit is made after as many calls as fall due in one of its seconds."""
+        progress, calls = controller.progress, 0
+        per_second = calls_per_second(spec) * COMMIT_WITHIN_S
+
+        async def paced(chunks: list[PrefixChunk]) -> None:
+            nonlocal calls
+            await progress(chunks)
+            calls += 1
+            if calls >= per_second:
+                calls = 0
+                await controller._commit_soon()
+
+        controller.progress = paced
+
     def mark(self, step: int) -> None:
         self.marks[step] = Mark(
             time.perf_counter(),
@@ -152,6 +170,14 @@ class Meter:
             self.commit_cpu_s,
             self.commit_wall_s,
         )
+
+
+def calls_per_second(spec: Spec) -> float:
+    """How many calls bring tokens in a second of the virtual clock: a group has one at each boundary of a chunk and at each end of a
+    rollout, and those of several groups at one turn are one."""
+    per_group = 1.5 * spec.tokens / CHUNK_TOKENS + spec.group_size - 1  # the longest rollout has 1.5 times the mean
+    per_turn = spec.in_flight / spec.group_size * per_group / (1.5 * spec.tokens)
+    return TOKENS_PER_S * min(1.0, per_turn)
 
 
 def _cpu_s(pid: int) -> float:
@@ -176,6 +202,8 @@ async def run(spec: Spec) -> Cost:
         folder = Path(place) / "run"
         controller = open_run(folder, config, meter.mark)
         meter.watch_commits(controller)
+        if spec.worker == "groups":
+            meter.pace(controller, spec)
         try:
             stand_in_s = await (_in_one_process if spec.launch == "one" else _in_processes)(spec, controller, meter)
         finally:

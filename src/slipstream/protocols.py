@@ -88,7 +88,7 @@ class ControllerAPI(Protocol):
         ...
 
     async def progress(self, chunks: list[PrefixChunk]) -> None:
-        """Record sampled tokens of running rollouts (durable once it returns)."""
+        """Record sampled tokens of running rollouts (durable soon after it returns; a crash before then costs sampling them again)."""
         ...
 
     async def interrupted(self, group_id: int, sample: int, attempt: int, num_tokens: int) -> bool:

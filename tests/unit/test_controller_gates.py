@@ -57,6 +57,7 @@ def test_a_rollout_that_starts_anew_loses_its_tokens_and_its_siblings_keep_their
         assert controller.core.state.totals.wasted_tokens == {"interrupted": 5}
         anew = msgspec.structs.replace(second, attempt=1, token_ids=np.array([1, 9, 9], np.int32))
         await controller.progress([chunk_of(second), chunk_of(anew)])  # the first of these crossed the interrupt
+        await controller.checkpoint_context()  # on disk now, like all that came before
         abandon(controller)
 
         controller = start(folder, settings)  # the run goes on from what was recorded

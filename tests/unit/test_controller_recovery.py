@@ -109,6 +109,7 @@ def test_running_groups_go_on_from_their_recorded_prefixes_once_their_permits_al
         await first.progress(chunks)
         await first.progress(chunks)  # sent again after a lost answer
         assert first.core.ledger.count("prefixes") == 1, "one row for both chunks"
+        await first.checkpoint_context()  # on disk now, like all that came before
         abandon(first)
 
         second = start(folder, config())
@@ -140,6 +141,7 @@ def test_an_end_that_is_told_again_after_every_crash_is_recorded_once(folder):
         nothing = {"token_ids": chunk.token_ids[1:], "logprobs": chunk.logprobs[1:], "spans": ()}
         end = msgspec.structs.replace(chunk, start=1, stop_reason=StopReason.STOP, **nothing)
         await first.progress([end])
+        await first.checkpoint_context()  # on disk now, like all that came before
         abandon(first)
         for _ in range(2):
             controller = start(folder, config())
@@ -149,6 +151,39 @@ def test_an_end_that_is_told_again_after_every_crash_is_recorded_once(folder):
             await controller.progress([end])
             assert controller.core.ledger.count("prefixes") == 2
             abandon(controller)
+
+    run(main())
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.2], ids=["lost", "durable"])
+def test_tokens_are_on_disk_soon_and_a_crash_before_costs_those_tokens_and_nothing_else(folder, monkeypatch, seconds):
+    monkeypatch.setattr("slipstream.controller.controller.COMMIT_WITHIN_S", 0.1)
+
+    async def main():
+        first = start(folder, config())
+        await publish(first, 0)
+        await serve_engine(first)
+        task, other = (await first.admit(2)).assignments
+        chunks = [chunk_of(r) for r in group_of(task, 0, 1).rollouts]
+        await first.progress(chunks[:1])
+        await first.finish_group(group_of(other, 0, 1))  # durable, and with it all that came before
+        await first.progress(chunks[1:])
+        await asyncio.sleep(seconds)
+        abandon(first)
+
+        second = start(folder, config())
+        await publish(second, 0)
+        (again,) = (await second.admit(1)).assignments
+        assert again.group_id == task.group_id and second.core.state.live[other.group_id].status is GroupStatus.FINISHED
+        assert [p.sample for p in again.prefixes] == ([0, 1] if seconds else [0])
+        await second.progress(chunks)  # those that were lost are sampled again; the rest is known
+        await second.checkpoint_context()
+        abandon(second)
+
+        third = start(folder, config())
+        await publish(third, 0)
+        assert [p.sample for p in (await third.admit(1)).assignments[0].prefixes] == [0, 1]
+        abandon(third)
 
     run(main())
 

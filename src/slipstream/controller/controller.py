@@ -8,9 +8,10 @@
     launcher            wait_finished             finish_step, finish_evaluation, stop, fail
 
 There is one event loop, and all state changes happen in it. A change wakes everyone who waits; each looks again and goes back to sleep if
-it still has to. Work that would be lost (tokens, scores, batches, steps, evaluations) is durable before its call returns; draws, versions
-and confirmations become durable with the next such call, or shortly after: the log loses only a suffix, and a crash that loses them also
-ends everyone who knew of them. What falls due in one turn of the loop is one commit.
+it still has to. What would be lost for good, or was promised (scores, batches, steps, evaluations, thrown-away attempts) is durable before
+its call returns. Draws, versions, confirmations and the tokens of running rollouts become durable with the next such call, at the latest
+after COMMIT_WITHIN_S: the log loses only a suffix, so nothing durable ever rests on what is not; a crash that loses draws or versions also
+ends everyone who knew of them, and tokens are sampled again. What falls due in one turn of the loop is one commit.
 Every wait has a deadline that moves on with progress, and names what it waits for when it passes.
 """
 
@@ -40,7 +41,7 @@ from slipstream.types import Batch, EngineReport, EvalResult, Group, PrefixChunk
 
 T = TypeVar("T")
 MARGIN_S = 60.0
-COMMIT_WITHIN_S = 0.05  # of what nobody waits for
+COMMIT_WITHIN_S = 1.0  # of what nobody waits for: about as long as a rollout takes for the chunk of tokens that a crash costs it anyway
 
 
 def open_controller(
@@ -190,7 +191,8 @@ class Controller:
         return work
 
     async def progress(self, chunks: list[PrefixChunk]) -> None:
-        """Of what is new here nobody waits for tokens, only for the slots of groups that they showed to be too old."""
+        """Of what is new here nobody waits for tokens, neither to be read nor to be durable; only for the slots of groups that they showed
+        to be too old."""
         num_live = len(self.core.state.live)
         self.core.progress(chunks)
         self._moved_at = self._woken_at = asyncio.get_running_loop().time()
@@ -198,7 +200,7 @@ class Controller:
             self.wake()
         else:
             self.core.measure_idle()
-        await self._durable()
+        self._commit_later()
 
     async def interrupted(self, group_id: int, sample: int, attempt: int, num_tokens: int) -> bool:
         again = self.core.interrupted(group_id, sample, attempt, num_tokens)
