@@ -8,6 +8,7 @@ Every record is a frozen msgspec struct; `encode` and `decode` give the bytes th
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -393,6 +394,9 @@ class Frame(Record, kw_only=True, frozen=True):
 _MAX_ARRAY_DIMS = 4
 
 
+_dtype = lru_cache(maxsize=64)(np.dtype)  # of its name
+
+
 def _enc_hook(obj: Any) -> Any:
     if isinstance(obj, np.ndarray):
         return obj.dtype.str, obj.shape, obj.tobytes()  # a copy of a few KiB costs less than a view of it
@@ -404,11 +408,9 @@ def _enc_hook(obj: Any) -> Any:
 def _dec_hook(kind: type, obj: Any) -> Any:
     if kind is np.ndarray:
         dtype, shape, data = obj
-        known = _dtypes.get(dtype)
-        if known is None:
-            known = _dtypes[dtype] = np.dtype(dtype)
-        if known.hasobject or len(shape) > _MAX_ARRAY_DIMS:
-            raise ValueError(f"array of dtype {dtype} and {len(shape)} dimensions is not allowed in a record")
+        known = _dtype(dtype)
+        if known.hasobject or len(shape) > _MAX_ARRAY_DIMS or min(shape, default=0) < 0:
+            raise ValueError(f"array of dtype {dtype} and shape {shape} is not allowed in a record")
         array = np.ndarray(shape, known, data)  # read-only view of the message
         if array.nbytes != len(data):
             raise ValueError(f"{len(data)} bytes for an array of shape {shape} and dtype {dtype}")
@@ -417,7 +419,6 @@ def _dec_hook(kind: type, obj: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_enc_hook)
-_dtypes: dict[str, np.dtype] = {}
 _decoders: dict[Any, msgspec.msgpack.Decoder] = {}
 
 

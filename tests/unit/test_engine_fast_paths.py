@@ -114,3 +114,15 @@ def test_a_model_of_another_kind_of_layer_is_left_alone() -> None:
     driver.drain()
     assert np.isfinite([driver.gap(h, plain(model)) for h in handles]).all()
     assert {name: vars(module).get("forward") for name, module in model.named_modules()} == before
+
+
+def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
+    model, x = Layers(False), torch.randn(4, 1, 48)
+    plain_up = model.up.forward
+    products = Products(model)
+    model.up.forward = lambda x: plain_up(x) + 100.0  # as hooks of other libraries do
+    with torch.no_grad():
+        expected = model(x)
+        with products.columns():
+            assert torch.allclose(model(x), expected, rtol=1e-4, atol=1e-3)
+        assert torch.equal(model(x), expected)

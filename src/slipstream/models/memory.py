@@ -30,6 +30,7 @@ from slipstream.weight_sync.lag import LagBroker
 from slipstream.weight_sync.slots import slots_for
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+_FREED_MEMORY = 1.25  # what is freed is kept (on a CPU by `trainer/freed_memory.py`), and tensors of other sizes do not fill it wholly
 _PROCESS_BYTES = 500 << 20  # torch and transformers imported, allocator slack
 _MAX_HEADER_BYTES = 100 << 20
 _DENSE_ROWS_BYTES = 1 << 30  # `dense_rows.MAX_BYTES`, which lies beside torch
@@ -130,7 +131,7 @@ def _trainer_bytes(config: Config, size: ModelSize, prompt_tokens: int) -> int:
     else:
         activations = tokens * size.num_layers * per_layer * element
     logits = 3 * min(tokens, config.trainer.logprob_chunk_tokens) * size.vocab_size * float32
-    return size.num_parameters * state + activations + logits
+    return int(size.num_parameters * state + _FREED_MEMORY * (activations + logits))
 
 
 def _group_tokens(config: Config, prompt_tokens: int, rollouts: int) -> int:

@@ -22,7 +22,7 @@ from slipstream.models.head import head_logits
 from slipstream.sampling_mask import decode_kept
 from slipstream.trainer.kl import full_kl
 
-_BLOCK_LOGITS = 1 << 17  # logits that pass through the softmax together: three arrays of them fit a core's cache
+_BLOCK_LOGITS = 1 << 17  # logits that pass through the softmax together on a CPU: three arrays of them fit a core's cache
 _CUT_OFF = -1e30  # a logit of probability 0; finite, since 0 times infinity is NaN in the entropy
 
 
@@ -142,7 +142,7 @@ class _LogprobAndEntropy(torch.autograd.Function):
         d H[r] / d logits[r]       = -p (log p + H)                only where the entropy has a gradient
 
     One exponential per logit, and e is all that is kept: the gradient is made in its place. A few rows at a time pass through all of it,
-    so that they stay in the cache: a vocabulary's worth of logits is read once and e written once.
+    so that they stay in a CPU's cache: a vocabulary's worth of logits is read once and e written once.
     """
 
     @staticmethod
@@ -151,7 +151,7 @@ class _LogprobAndEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kept = torch.empty_like(logits)  # e
         highest, total, mean = logits.new_empty(3, len(logits)).unbind()
-        block = max(1, _BLOCK_LOGITS // logits.shape[1])
+        block = max(1, _BLOCK_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
         for x, e, top, z, m in zip(*(part.split(block) for part in (logits, kept, highest, total, mean)), strict=True):
             torch.amax(x, dim=-1, out=top)
             x = x - top[:, None]

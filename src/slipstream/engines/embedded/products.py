@@ -22,7 +22,10 @@ _EXPANDS = 2  # more than so many times as many outputs as inputs: what follows 
 
 
 class Products:
-    """The linear layers of a model. Only within `columns` do they compute as said above; the model itself stays as it is."""
+    """The linear layers of a model. Only within `columns` do they compute as said above; the model itself stays as it is.
+
+    A layer whose `forward` somebody has replaced computes as that one says.
+    """
 
     def __init__(self, model: nn.Module):
         linears = [m for m in model.modules() if type(m) is nn.Linear] if next(model.parameters()).device.type == "cpu" else []
@@ -30,12 +33,13 @@ class Products:
 
     @contextmanager
     def columns(self) -> Iterator[None]:
-        for module, forward in self._forwards:
+        plain = [(module, forward) for module, forward in self._forwards if "forward" not in module.__dict__]
+        for module, forward in plain:
             module.__dict__["forward"] = forward
         try:
             yield
         finally:
-            for module, _ in self._forwards:
+            for module, _ in plain:
                 del module.__dict__["forward"]
 
 
