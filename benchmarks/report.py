@@ -2,6 +2,8 @@
 
     python benchmarks/report.py [PAGE ...]        default: docs/performance.md and docs/results.md
 
+The block of the name `missed` lists every missed target of the page's other blocks, and every one of them without figures.
+
 So that no figure is copied by hand, and each stands with its command, machine and date.
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from bench import RESULTS, Table, Target
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = (DOCS / "performance.md", DOCS / "results.md")
+MISSED = "missed"  # the block that sums up the others
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -28,21 +32,44 @@ def rendered(record: dict[str, Any]) -> str:
         goals = Table("Targets", ("what", "wanted", "measured", ""))
         for fields in record["targets"]:
             target = Target(**fields)
-            goals.rows.append((target.what, target.wanted, target.measured, "reached" if target.reached else "**missed**"))
+            goals.rows.append((target.what, target.wanted, target.measured, target.verdict("**missed**")))
         parts.append(goals.markdown())
     m = record["machine"]
     versions = ", ".join(f"{name} {m[name]}" for name in ("torch", "transformers") if name in m)
+    load = (
+        f"load {m['load_before']:g} before it and {m['load_after']:g} at its end"
+        if "load_before" in m
+        else f"load {m['load_1m']:g} at its end"
+    )
     parts.append(
         f"`{record['command']}`, {record['date']}, {m['cores']} cores of {m['cpu']}, {m['memory_gib']:g} GiB, Python {m['python']}"
-        f"{', ' + versions if versions else ''}; load before it {m['load_1m']:g}, took {record['took_s']:.0f} s."
+        f"{', ' + versions if versions else ''}; {load}, took {record['took_s']:.0f} s."
+        f"{' ' + record['sources'] if record.get('sources') else ''}"
     )
     return "\n\n".join(parts)
 
 
+def missed(results: Path, names: Sequence[str]) -> str:
+    """Every target that was missed, and every benchmark that was not measured."""
+    table, unmeasured = Table("Missed", ("benchmark", "what", "wanted", "measured", "")), []
+    for name in names:
+        path = results / f"{name}.json"
+        if not path.exists():
+            unmeasured.append(name)
+            continue
+        targets = [Target(**fields) for fields in json.loads(path.read_text())["targets"]]
+        table.rows += [(name, t.what, t.wanted, t.measured, t.verdict()) for t in targets if not t.reached]
+    table.note = f"Not measured yet: {', '.join(unmeasured)}." if unmeasured else ""
+    return table.markdown()
+
+
 def fill(text: str, results: Path) -> str:
-    """The page with every block made anew; one without recorded results says so."""
+    """The page with every block made anew; one without recorded results says so. The block `missed` is about all others of the page."""
+    names = [name for _, name, _ in BLOCK.findall(text) if name != MISSED]
 
     def block(found: re.Match[str]) -> str:
+        if found[2] == MISSED:
+            return f"{found[1]}{missed(results, names)}\n{found[3]}"
         path = results / f"{found[2]}.json"
         body = rendered(json.loads(path.read_text())) if path.exists() else "Not measured yet."
         return f"{found[1]}{body}\n{found[3]}"
