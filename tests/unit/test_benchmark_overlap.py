@@ -59,7 +59,6 @@ def test_a_synchronous_run_alternates():
     equal = np.ones((6, 2))
     assert staleness_bound(equal, 2, MANY, 1.0, max_staleness=0, window=1) == 3 * (1 + 1)
     assert staleness_bound(equal, 2, 2, 1.0, max_staleness=0, window=1) == 3 * (2 + 1)  # w = 2: two rollouts in each slot
-    assert staleness_bound(equal, 2, MANY, 1.0, max_staleness=0, window=1, sync_s=0.5) == 3 * (1 + 1) + 2 * 0.5
     uneven = alone(1, 4, 2)
     assert staleness_bound(uneven, 1, MANY, 1.0, max_staleness=0, window=1) == 1 + 4 + 2 + 3
 

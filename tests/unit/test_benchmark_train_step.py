@@ -10,13 +10,14 @@ from trainer_models import VOCABULARY, tiny_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+from sharing_bounds import sharing_gain
+from smollm2 import BODY_PARAMETERS, HEAD_PARAMETERS
 from train_step_ways import (
     Bare,
     Padded,
     Shape,
     Shipped,
     gradient_of,
-    ideal_gain,
     make_batch,
     matrix_parameters,
     padded_twin,
@@ -24,25 +25,25 @@ from train_step_ways import (
     relative_distance,
 )
 
-SMOLLM2 = (106_168_320, 28_311_552)  # weights of SmolLM2-135M's body and head
+SMOLLM2 = (BODY_PARAMETERS, HEAD_PARAMETERS)
 
 
-def test_ideal_gain_of_equal_lengths_is_the_formula():
+def test_the_gain_of_equal_lengths_is_the_formula():
     body, head = SMOLLM2
     prompt, completion, size = 52, 24, 8
     padded = size * (prompt + completion) * body + size * completion * head
     packed = (prompt + size * completion) * body + size * completion * head
-    assert ideal_gain(Shape.equal(prompt, completion, size, groups=4), body, head) == pytest.approx(padded / packed)
+    assert sharing_gain(prompt, [completion] * size, body, head) == pytest.approx(padded / packed)
     assert padded / packed == pytest.approx(2.23, abs=0.005)
 
 
-def test_ideal_gain_counts_padding_to_the_longest():
-    assert ideal_gain(Shape(10, (2, 6), groups=3), body=1, head=0) == pytest.approx(2 * 16 / 18)
-    assert ideal_gain(Shape(10, (2, 6), groups=1), body=0, head=1) == pytest.approx(2 * 6 / 8)
+def test_the_gain_counts_padding_to_the_longest():
+    assert sharing_gain(10, (2, 6), body=1, head=0) == pytest.approx(2 * 16 / 18)
+    assert sharing_gain(10, (2, 6), body=0, head=1) == pytest.approx(2 * 6 / 8)
 
 
-def test_ideal_gain_of_one_completion_is_none():
-    assert ideal_gain(Shape.equal(52, 24, 1, 1), *SMOLLM2) == 1
+def test_nothing_is_gained_with_one_completion_or_no_prompt():
+    assert sharing_gain(52, [24], *SMOLLM2) == sharing_gain(0, [24] * 8, *SMOLLM2) == 1
 
 
 @pytest.mark.parametrize("tied", [False, True])
