@@ -31,7 +31,8 @@ UNFIT_CAUSES = ("prompt does not fit", "bad prompt", "chat template")  # failure
 
 def _oldest_version(chunk: PrefixChunk) -> int:
     """Among its tokens; -1 where there are none."""
-    return min([span.version for span in chunk.spans], default=-1)
+    spans = chunk.spans
+    return spans[0].version if len(spans) == 1 else min([span.version for span in spans], default=-1)
 
 
 class Intake:
@@ -160,24 +161,27 @@ class Intake:
     def progress(self, chunks: Sequence[PrefixChunk]) -> None:
         """Record chunks; what is known already, or belongs to an attempt that is over, is left out."""
         fresh: list[PrefixChunk] = []
+        facts: list[tuple[int, int, int, int, int, int]] = []
         lengths: dict[tuple[int, int], int] = {}
-        state = self._state
+        live = self._state.live
         for chunk in sorted(chunks, key=_PLACE):
-            group = state.live.get(chunk.group_id)
-            if group is None or group.status is not GroupStatus.RUNNING or group.attempt_of(chunk.sample) != chunk.attempt:
+            group_id, sample, start, num_tokens = chunk.group_id, chunk.sample, chunk.start, len(chunk.token_ids)
+            group = live.get(group_id)
+            if group is None or group.status is not GroupStatus.RUNNING or group.attempt_of(sample) != chunk.attempt:
                 continue
-            key = (chunk.group_id, chunk.sample)
-            length = lengths.get(key, group.prefix_tokens.get(chunk.sample, 0))
-            end = chunk.start + len(chunk.token_ids)
+            length = lengths.get((group_id, sample))
+            if length is None:
+                length = group.prefix_tokens.get(sample, 0)
+            end = start + num_tokens
             if end == 0:
                 self._note_end(chunk)  # nothing to go on from, so nothing to record
-            elif end > length or (chunk.start == length and chunk.stop_reason is not None and not self._has_ended(chunk)):
+            elif end > length or (start == length and chunk.stop_reason is not None and not self._has_ended(chunk)):
                 fresh.append(chunk)
-                lengths[key] = end
+                facts.append((group_id, sample, chunk.attempt, start, num_tokens, _oldest_version(chunk)))
+                lengths[group_id, sample] = end
         if not fresh:
             return
-        facts = tuple((c.group_id, c.sample, c.attempt, c.start, len(c.token_ids), _oldest_version(c)) for c in fresh)
-        self._journal.record(ev.PrefixesRecorded(chunks=facts), fresh)
+        self._journal.record(ev.PrefixesRecorded(chunks=tuple(facts)), fresh)
         for chunk in fresh:
             if chunk.stop_reason is not None:
                 self._note_end(chunk)

@@ -45,8 +45,7 @@ class Treated:
 
 def treat(group: Group, step: int, rule: StaleRule) -> Treated:
     """Apply the rule to a group that is to be trained at `step`; one without stale tokens is returned as it is."""
-    oldest = oldest_trained(group)
-    if rule.on_stale == "keep" or oldest is None or step - oldest <= rule.limit:
+    if rule.on_stale == "keep" or (oldest := oldest_trained(group)) is None or step - oldest <= rule.limit:
         return Treated(group)
     if rule.on_stale in DROPPING:
         return _without_stale_rollouts(group, step, rule) if rule.level == "rollout" else Treated(None)
@@ -87,15 +86,19 @@ def _without_stale_rollouts(group: Group, step: int, rule: StaleRule) -> Treated
 
 
 def oldest_trained(group: Group) -> int | None:
-    """The oldest version among the group's trained tokens; None where none is trained."""
-    versions = [v for r in group.rollouts if (v := _oldest(r, default=-1)) >= 0]
-    return min(versions, default=None)
+    """The oldest version among the group's trained tokens; None where none is trained. Masks are looked at from the oldest span on, so
+    nearly always one."""
+    spans = sorted([(span, rollout) for rollout in group.rollouts for span in rollout.spans], key=lambda pair: pair[0].version)
+    return next((span.version for span, rollout in spans if _num_trained(rollout, span)), None)
 
 
 def trained_by(rollout: Rollout) -> list[tuple[Span, int]]:
     """The spans that hold trained tokens, and how many. (Of a few spans, instead of an array over all tokens: a tenth of the time.)"""
-    counts = [(span, int(np.count_nonzero(rollout.loss_mask[span.start : span.end]))) for span in rollout.spans]
-    return [(span, count) for span, count in counts if count]
+    return [(span, count) for span in rollout.spans if (count := _num_trained(rollout, span))]
+
+
+def _num_trained(rollout: Rollout, span: Span) -> int:
+    return int(np.count_nonzero(rollout.loss_mask[span.start : span.end]))
 
 
 def _oldest(rollout: Rollout, default: int) -> int:

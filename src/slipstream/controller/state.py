@@ -76,11 +76,15 @@ def _admitted(state: RunState, event: ev.Admitted) -> None:
 
 def _prefixes_recorded(state: RunState, event: ev.PrefixesRecorded) -> None:
     lengths: dict[tuple[int, int], int] = {}
+    group = None
     for group_id, sample, attempt, start, num_tokens, _ in event.chunks:
-        group = state.running_group(group_id)
+        if group is None or group.group_id != group_id:
+            group = state.running_group(group_id)
         if attempt != group.attempt_of(sample):
             _check_sample(group, sample, attempt)
-        length = lengths.get((group_id, sample), group.prefix_tokens.get(sample, 0))
+        length = lengths.get((group_id, sample))
+        if length is None:
+            length = group.prefix_tokens.get(sample, 0)
         if start != length:
             raise LedgerError(f"prefix of group {group_id} sample {sample} starts at token {start}, but {length} tokens are recorded")
         lengths[group_id, sample] = start + num_tokens
