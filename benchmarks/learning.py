@@ -1,12 +1,13 @@
 """Does learning survive lag: the same task trained at fixed lags, without and with corrections, and with real asynchrony.
 
-    python benchmarks/learning.py [--stage lag|smollm2|wallclock|all] [--only-report]      about 2 hours of two idle cores, 84 runs
+    python benchmarks/learning.py [--stage lag|smollm2|wallclock|all] [--only-report]      hours of two idle cores, 89 runs
 
 lag        sort four digits, 200 steps of 8 x 16 samples. The inline launcher holds the weights exactly k versions behind
            (`weight_sync.lag`), so a result by steps is a function of settings and seed, whatever else the machine does.
 smollm2    recipes/smollm2_arithmetic.toml at exact lags. Two runs at a time in both stages, one thread each.
 wallclock  recipes/quickstart.toml as it ships, on the local launcher, synchronous and at `max_staleness` 1, 2, 4: one run at a time,
-           reward against wall-clock. Needs a quiet machine.
+           reward against wall-clock. Needs a quiet machine. Asynchronous roles work side by side, a thread each; synchronous ones take
+           turns, so the synchronous run is made with one thread to a role and with two, and the faster is what others are compared with.
 
 Every run that finishes leaves a record in results/learning/; what has one is not run again, so the command resumes where it stopped,
 and a kill at any moment costs the runs under way. Tables and plots are made from the records that exist, and say which are missing.
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import RESULTS, Report, start
-from learning_report import SYNC, Results, add_tables, raw
+from learning_report import SYNC, SYNC_2, Results, add_tables, raw, sources
 from study_runs import ROOT, Run, recorded, run_all, say
 
 STAGES = ("lag", "smollm2", "wallclock")
@@ -75,7 +76,9 @@ def lag_changes(lag: int) -> dict[str, str]:
 def settings(stage: str) -> dict[str, dict[str, str]]:
     """Name -> what it changes, the synchronous one first."""
     if stage == "wallclock":
-        return {SYNC: {"buffer.max_staleness": "0"}} | {f"staleness{n}": {"buffer.max_staleness": str(n)} for n in STALENESS}
+        sync = {"buffer.max_staleness": "0"}
+        both = {SYNC: sync, SYNC_2: sync | {"engine.threads": "2", "trainer.threads": "2"}}
+        return both | {f"staleness{n}": {"buffer.max_staleness": str(n)} for n in STALENESS}
     lags = LAGS if stage == "lag" else SMOLLM2_LAGS
     found = {SYNC: lag_changes(0)} | {f"lag{k}": lag_changes(k) for k in lags}
     if stage == "lag":
@@ -118,15 +121,17 @@ def recorded_results(wanted: list[Run], records: Path) -> tuple[Results, list[st
 
 def report_stages(report: Report, records: Path, figures: Path) -> None:
     """Tables of all stages and a figure of each that has synchronous runs."""
-    report.took_s = 0.0
+    report.took_s, used = 0.0, []
     for stage in STAGES:
         results, missing = recorded_results(runs(stage), records)
         add_tables(report, stage, results, missing)
         report.data[stage] = raw(results)
         report.took_s += sum(r["wall_s"] for seeds in results.values() for r in seeds.values()) / AT_A_TIME[stage]
+        used += [record for seeds in results.values() for record in seeds.values()]
         if SYNC in results:
             draw_stage(stage, results, figures / FIGURE_NAMES[stage])
             report.figures[CAPTIONS[stage]] = FIGURE_NAMES[stage]
+    report.sources = sources(used, sum(len(runs(stage)) for stage in STAGES))
 
 
 def draw_stage(stage: str, results: Results, path: Path) -> None:

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,15 @@ class Started:
     process: subprocess.Popen[bytes]
     folder: Path
     attempt: int
+    revision: str
+
+
+def revision() -> str:
+    """The commit of the code as it is now; with a plus where the tree holds more than that."""
+    said = subprocess.run(
+        ["git", "describe", "--always", "--abbrev=10", "--dirty=+"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return said.stdout.strip() or "unknown"
 
 
 def start_run(run: Run, work: Path, attempt: int) -> Started:
@@ -101,7 +111,7 @@ def start_run(run: Run, work: Path, attempt: int) -> Started:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     with (folder / OUT).open("wb") as out, (folder / ERR).open("wb") as err:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
-    return Started(run, process, folder, attempt)
+    return Started(run, process, folder, attempt, revision())
 
 
 def finish_run(started: Started, records: Path) -> str | None:
@@ -113,7 +123,7 @@ def finish_run(started: Started, records: Path) -> str | None:
     metrics = read_metrics(folder / "run")
     wrong = flaw(run, summary, metrics)
     if wrong is None:
-        write_record(record_path(records, run), record(run, summary, metrics))
+        write_record(record_path(records, run), record(run, summary, metrics, started.revision))
     shutil.rmtree(folder, ignore_errors=True)
     return wrong
 
@@ -134,7 +144,7 @@ def flaw(run: Run, summary: dict[str, Any], metrics: Metrics) -> str | None:
     return None
 
 
-def record(run: Run, summary: dict[str, Any], metrics: Metrics) -> dict[str, Any]:
+def record(run: Run, summary: dict[str, Any], metrics: Metrics, revision: str) -> dict[str, Any]:
     """What stays of a run. Columns stand once, rows under them."""
     after = {0: (0, 0.0)}
     samples = 0
@@ -149,6 +159,8 @@ def record(run: Run, summary: dict[str, Any], metrics: Metrics) -> dict[str, Any
         "seed": run.seed,
         "command": run.command,
         "finished": time.strftime("%Y-%m-%d"),
+        "revision": revision,
+        "torch": metadata.version("torch"),
         "steps": summary["steps"],
         "trained_samples": summary["trained_samples"],
         "skipped_steps": summary["skipped_steps"],

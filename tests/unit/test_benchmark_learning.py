@@ -134,7 +134,7 @@ def test_reward_between_two_evaluations() -> None:
 
 def test_plan() -> None:
     counts = {stage: len(learning.runs(stage)) for stage in learning.STAGES}
-    assert counts == {"lag": 55, "smollm2": 9, "wallclock": 20}
+    assert counts == {"lag": 55, "smollm2": 9, "wallclock": 25}
     every = [run for stage in learning.STAGES for run in learning.runs(stage)]
     assert len({run.name for run in every}) == len(every)
     assert [run.seed for run in learning.runs("lag")[:11]] == [0] * 11, "a seed of every setting before the next seed"
@@ -200,7 +200,7 @@ def test_a_run_whose_tokens_are_not_as_old_as_planned_is_refused() -> None:
 
 
 def test_record_is_read_back_and_only_for_the_same_settings(tmp_path: Path) -> None:
-    record = runs.record(LAG_2, *finished([0, 1, 2, 2]))
+    record = runs.record(LAG_2, *finished([0, 1, 2, 2]), "abc")
     runs.write_record(runs.record_path(tmp_path, LAG_2), record)
     assert runs.recorded(tmp_path, LAG_2) == json.loads(json.dumps(record))
     assert record["evaluations"]["rows"] == [[0, 0, 0.0, 0.0], [4, 32, 4.0, 0.4]]
@@ -229,8 +229,31 @@ def test_tables_of_an_incomplete_study_name_what_is_missing() -> None:
     report = Report("learning", short=False)
     learning_report.add_tables(report, "lag", {}, ["a", "b"])
     assert "2 missing" in report.tables[0].note
-    record = runs.record(LAG_2, *finished([0, 1, 2, 2]))
+    record = runs.record(LAG_2, *finished([0, 1, 2, 2]), "abc")
     learning_report.add_tables(report, "smollm2", {"lag2": {0: record}}, ["smollm2-sync-seed0"])
     outcome = report.tables[1]
     assert "smollm2-sync-seed0" in outcome.note
     assert outcome.rows[0][:3] == ("lag 2", "1", "2")
+
+
+def test_asynchronous_runs_are_compared_with_the_faster_synchronous_ones() -> None:
+    def taking(seconds: float) -> dict[str, Any]:
+        return {"train_s": seconds, "trainer_idle_fraction": 0.5, "rollout_idle_fraction": 0.5}
+
+    from bench import Report
+
+    results = {"sync": {0: taking(60.0)}, "sync2": {0: taking(50.0)}, "staleness2": {0: taking(40.0)}}
+    report = Report("learning", short=False)
+    learning_report.wallclock_table(report, results)
+    rows = {row[0]: row[2] for row in report.tables[0].rows}
+    assert rows == {"sync": "1.20 (one run)", "sync, 2 threads": "", "max_staleness 2": "0.80 (one run)"}
+    assert report.tables[0].note.endswith("Compared with: sync, 2 threads.")
+    assert learning_report.faster_sync({"sync": {0: taking(60.0)}}) == learning_report.faster_sync({}) == "sync"
+
+
+def test_records_say_what_code_they_come_from_where_they_know() -> None:
+    old, new = {"wall_s": 1800.0}, {"wall_s": 3600.0, "revision": "abc", "torch": "2.13.0"}
+    said = learning_report.sources([old, new, new], 89)
+    assert said == (
+        "3 of 89 runs are recorded, of 2.5 hours together: 1 of revision not recorded, torch not recorded; 2 of revision abc, torch 2.13.0."
+    )
