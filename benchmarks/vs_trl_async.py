@@ -11,7 +11,7 @@ Limits are equal on all sides and TRL's defaults: 64 requests in flight (4 batch
 
     trl           as it ships: whatever group is ready is queued, up to 1024 samples, and dropped if it is too old when its turn comes
     shipped       slipstream as it ships, but for max_staleness = 4: (4 + 1) x 4 groups are admitted until they are trained, and a slow one
-                  is waited for (`buffer.window`), so that hardly anything is too old; a rollout that is leaves the loss
+                  is waited for (`buffer.window`); a rollout that is too old all the same leaves the loss
     ready first   slipstream with TRL's rule: window = "unbounded", 32 groups in flight, and those that are too old dropped, even while
                   they run (on_stale = "cancel_early")
 
