@@ -54,7 +54,6 @@ WARM_STEPS = 2  # = the groups that were in flight at the start
 LAST_STEPS = 2  # made of groups that were admitted before
 TIMEOUT_S = 300.0
 TOKENS_PER_S = 50.0  # of one rollout: what a turn of the virtual clock stands for, wherever a deadline of the controller's matters
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -100,7 +99,6 @@ class Cost:
     commit_wall_s: float
     empty_bytes: dict[str, int]  # resident, before anything was admitted
     resident_bytes: dict[str, int]  # at the end of the measured steps
-    ledger_bytes: int  # at the end of the run
 
     def per_rollout_us(self, seconds: float) -> float:
         return seconds / self.num_rollouts * 1e6
@@ -181,12 +179,12 @@ def calls_per_second(spec: Spec) -> float:
 
 
 def _cpu_s(pid: int) -> float:
-    """User and system time of the process so far; of another one in steps of 10 ms."""
+    """User and system time of the process so far. Of another one the sum over the threads it has: they are those it ever had, and the
+    scheduler counts nanoseconds where /proc/PID/stat has steps of 10 ms."""
     if pid == os.getpid():
         usage = resource.getrusage(resource.RUSAGE_SELF)
         return usage.ru_utime + usage.ru_stime
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def _resident_bytes(pid: int) -> int:
@@ -208,10 +206,10 @@ async def run(spec: Spec) -> Cost:
             stand_in_s = await (_in_one_process if spec.launch == "one" else _in_processes)(spec, controller, meter)
         finally:
             controller.close()
-        return _cost(spec, meter, stand_in_s, controller.folder.ledger.stat().st_size)
+        return _cost(spec, meter, stand_in_s)
 
 
-def _cost(spec: Spec, meter: Meter, stand_in_s: float, ledger_bytes: int) -> Cost:
+def _cost(spec: Spec, meter: Meter, stand_in_s: float) -> Cost:
     """`stand_in_s`: of the whole run, of which the measured steps get their share."""
     config = spec.config
     first, last = meter.marks[WARM_STEPS], meter.marks[WARM_STEPS + spec.measured_steps]
@@ -225,7 +223,6 @@ def _cost(spec: Spec, meter: Meter, stand_in_s: float, ledger_bytes: int) -> Cos
         commit_wall_s=last.commit_wall_s - first.commit_wall_s,
         empty_bytes=meter.marks[-1].resident_bytes,
         resident_bytes=last.resident_bytes,
-        ledger_bytes=ledger_bytes,
     )
 
 

@@ -69,7 +69,7 @@ def test_every_rollout_of_a_run_is_recorded_token_by_token_and_trained_once(work
                 assert [len(p.token_ids) for p in ledger.prefixes(group_id, lambda sample: 0)] == [
                     len(r.token_ids) - 64 for r in group.rollouts
                 ]
-    cost = runs._cost(spec, meter, 0.0, 1)
+    cost = runs._cost(spec, meter, 0.0)
     assert cost.num_rollouts == 4 * per_step * GROUP_SIZE and cost.num_commits >= 4 and cost.cost_us > 0
 
 
