@@ -8,14 +8,17 @@
     length       the same, and with the real worker token by token, 256 in flight                 a token
     steps        one run to 10,000 steps, ended and resumed on the way                            a step; of a resume: an event
 
-Time T(n) of n units is fitted as T = a n^b by least squares on logarithms. The bound is b = 1: each unit is touched once. Below 1 a fixed
-cost is shared by more; above 1 something looks at more than its own. CPU time of all processes; the ledger with the settings that ship, by
-default in memory (/dev/shm) where that exists, since here the question is what grows: what a disk adds is in `overhead.py`.
+Time T(n) of n units is fitted as T = a n^b by least squares on logarithms, three times over. The bound is b = 1: each unit is touched once.
+Below 1 a fixed cost is shared by more; above 1 something looks at more than its own. What the long run keeps in memory is the slope of its
+resident memory over steps, with the first tenth left out; the bound is 0. CPU time of all processes; the ledger with the settings that
+ship, by default in memory (/dev/shm) where that exists, since here the question is what grows: what a disk adds is in `overhead.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,17 +26,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench import Report, start
+from bench import Report, spread, start
 from long_run import Left, LongRun
 from long_run import measure as measure_long
 from measured_runs import Spec, measure
+from numpy.typing import ArrayLike
 
 from slipstream.weight_sync.memory import MemoryFile
 from slipstream.weight_sync.packing import Publisher, WeightSet
 
+ROUNDS = 3
 EXPONENT = 1.1  # b at most: 1 and what scatter does to a fit over few points
 FLAT = 1.1
-STEP_FLAT = 1.2
+KB_PER_STEP = 0.5  # of resident memory, at most: 5 MB in 10,000 steps. The data of a step's 16 rollouts are 20 KB
+GROWTH = 20.0  # per cent of the mean
 SHARED = "/dev/shm"
 
 
@@ -43,8 +49,17 @@ def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
     >>> round(exponent([1, 10, 100], [3, 30, 300]), 6), round(exponent([1, 2, 4], [1, 4, 16]), 6)
     (1.0, 2.0)
     """
-    x, y = np.log(np.asarray(sizes, float)), np.log(np.asarray(seconds, float))
-    x -= x.mean()
+    return slope(np.log(np.asarray(sizes, float)), np.log(np.asarray(seconds, float)))
+
+
+def slope(x: ArrayLike, y: ArrayLike) -> float:
+    """Of the straight line through the points, by least squares.
+
+    >>> round(slope([100, 200, 300], [50, 60, 70]), 6)
+    0.1
+    """
+    x, y = np.asarray(x, float), np.asarray(y, float)
+    x = x - x.mean()
     return float((x * (y - y.mean())).sum() / (x * x).sum())
 
 
@@ -56,50 +71,56 @@ def steps_for(rollouts: int, in_flight: int) -> int:
 # ---- what is scaled ------------------------------------------------------------------------------------------------------------------
 
 
-def parameters(millions: Sequence[int], repeats: int = 3) -> dict[str, list[float]]:
-    """CPU seconds of one thread to pack and to take in so many million parameters, the least of some repeats. All of them are more than
+def parameters(millions: Sequence[int]) -> dict[str, list[list[float]]]:
+    """CPU ms per million parameters of one thread to pack and to take in so many million of them, in each round. All sizes are more than
     the processor's caches hold: below that memory is faster, which is no property of this code."""
     torch.set_num_threads(1)
-    seconds: dict[str, list[float]] = {"pack and hash": [], "copy in and hash": []}
+    costs: dict[str, list[list[float]]] = {name: [[] for _ in range(ROUNDS)] for name in ("pack and hash", "copy in and hash")}
     for size in millions:
         tensors = {f"layer.{n}": torch.randn(500_000) for n in range(2 * size)}
         slot, target = MemoryFile.create("scale"), {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
         publisher, reader = Publisher(tensors, [slot]), WeightSet(target)
-        pack, apply = [], []
-        for repeat in range(repeats + 1):  # the first one maps the memory
+        for turn in range(-1, ROUNDS):  # the first one maps the memory
             began = time.thread_time()
-            manifest = publisher.pack(0, 1, repeat)
+            manifest = publisher.pack(0, 1, turn + 1)
             middle = time.thread_time()
             assert reader.apply(slot.map(), manifest) == manifest.checksum
-            pack.append(middle - began)
-            apply.append(time.thread_time() - middle)
+            if turn >= 0:
+                costs["pack and hash"][turn].append((middle - began) / size * 1e3)
+                costs["copy in and hash"][turn].append((time.thread_time() - middle) / size * 1e3)
         slot.close()
-        seconds["pack and hash"].append(min(pack[1:]))
-        seconds["copy in and hash"].append(min(apply[1:]))
-    return seconds
+    return costs
 
 
-def in_flight(levels: Sequence[int], rollouts: int, folder: str) -> list[float]:
-    return [measure(Spec(n, steps_for(rollouts, n), folder=folder)).cost_us for n in levels]
+def cost_rounds(specs: Sequence[Spec]) -> list[list[float]]:
+    """µs per rollout of each spec, round after round."""
+    return [[measure(spec).cost_us for spec in specs] for _ in range(ROUNDS)]
 
 
-def group_sizes(sizes: Sequence[int], rollouts: int, folder: str) -> list[float]:
-    return [measure(Spec(1_024, steps_for(rollouts, 1_024), group_size=g, folder=folder)).cost_us for g in sizes]
+def in_flight(levels: Sequence[int], rollouts: int, folder: str) -> list[list[float]]:
+    return cost_rounds([Spec(n, steps_for(rollouts, n), folder=folder) for n in levels])
 
 
-def lengths(tokens: Sequence[int], rollouts: int, worker: str, folder: str) -> list[float]:
-    return [measure(Spec(256, steps_for(rollouts, 256), worker, tokens=n, folder=folder)).cost_us for n in tokens]
+def group_sizes(sizes: Sequence[int], rollouts: int, folder: str) -> list[list[float]]:
+    return cost_rounds([Spec(1_024, steps_for(rollouts, 1_024), group_size=g, folder=folder) for g in sizes])
+
+
+def lengths(tokens: Sequence[int], rollouts: int, worker: str, folder: str) -> list[list[float]]:
+    """µs per token."""
+    rounds = cost_rounds([Spec(256, steps_for(rollouts, 256), worker, tokens=n, folder=folder) for n in tokens])
+    return [[cost / n for cost, n in zip(costs, tokens, strict=True)] for costs in rounds]
 
 
 # ---- the report ----------------------------------------------------------------------------------------------------------------------
 
 
-def scaled(report: Report, title: str, sizes: Sequence[int], unit_costs: dict[str, list[float]], unit: str, note: str = "") -> None:
-    """A table of costs per unit of work, and for each row the exponent of the whole."""
-    table = report.table(title, ("", *(f"{n:,}" for n in sizes), "exponent b"), note)
-    for name, costs in unit_costs.items():
-        b = exponent(sizes, [n * cost for n, cost in zip(sizes, costs, strict=True)])
-        table.rows.append((f"{name}, {unit}", *(f"{cost:.3g}" for cost in costs), f"{b:.2f}"))
+def scaled(report: Report, title: str, sizes: Sequence[int], unit_costs: dict[str, list[list[float]]], unit: str) -> None:
+    """A table of costs per unit of work, the median of the rounds, and for each row the exponent of the whole in each round."""
+    table = report.table(title, ("", *(f"{n:,}" for n in sizes), "exponent b"))
+    for name, rounds in unit_costs.items():
+        b = [exponent(sizes, [n * cost for n, cost in zip(sizes, costs, strict=True)]) for costs in rounds]
+        medians = [f"{statistics.median(costs):.3g}" for costs in zip(*rounds, strict=True)]
+        table.rows.append((f"{name}, {unit}", *medians, spread(b)))
         report.at_most(f"{title.partition(',')[0]}: exponent of {name}", b, EXPONENT)
     report.data[title] = {"sizes": list(sizes), "costs": unit_costs, "unit": unit}
 
@@ -108,18 +129,25 @@ def long_run_tables(report: Report, left: Left) -> None:
     looks = left.looks
     table = report.table("One long run", ("after step", "CPU, ms per step", "resident, MB", "ledger, MB"))
     shown = [looks[i] for i in sorted({round(x) for x in np.linspace(1, len(looks) - 1, 9)})]
+    working = {look.step: look.cpu_s - sum(r.seconds for r in left.resumes if r.step < look.step) for look in looks}
     for before, now in zip([looks[0], *shown], shown, strict=False):
-        spent = (now.cpu_s - before.cpu_s) / (now.step - before.step)
+        spent = (working[now.step] - working[before.step]) / (now.step - before.step)
         table.rows.append((f"{now.step:,}", f"{spent * 1e3:.2f}", f"{now.resident_bytes / 1e6:.1f}", f"{now.ledger_bytes / 1e6:.1f}"))
-    table.note = "32 rollouts in flight, groups of 4, 16 rollouts per step, 128 tokens in the mean; a checkpoint every 50 steps, two kept."
+    table.note = (
+        "32 rollouts in flight, groups of 4, 16 rollouts per step, 128 tokens in the mean; a checkpoint every 50 steps, two kept. CPU "
+        "without that of opening the folder again."
+    )
     _ledger_table(report, left)
     _resume_table(report, left)
     tenth = max(1, len(looks) // 10)
-    early, late = looks[tenth], looks[-1]
-    first = (looks[2 * tenth].cpu_s - early.cpu_s) / (looks[2 * tenth].step - early.step)
-    last = (late.cpu_s - looks[-1 - tenth].cpu_s) / (late.step - looks[-1 - tenth].step)
-    report.at_most("CPU per step, the last tenth of the run over the second", last / first, STEP_FLAT)
-    report.at_most("resident memory at the end over that after a tenth", late.resident_bytes / early.resident_bytes, FLAT)
+    pairs = list(itertools.pairwise(looks[tenth:]))
+    per_step = [(working[b.step] - working[a.step]) / (b.step - a.step) for a, b in pairs]
+    middles = [(a.step + b.step) / 2 for a, b in pairs]
+    grown = slope(middles, per_step) * (middles[-1] - middles[0]) / statistics.fmean(per_step)
+    report.at_most("CPU per step, growth of its straight line from the second tenth to the end of the run", 100 * grown, GROWTH, " %")
+    kept = slope([look.step for look in looks[tenth:]], [look.resident_bytes / 1e3 for look in looks[tenth:]])
+    table.note += f" Resident memory grows by {kept:.2f} KB per step, by least squares over the looks after the first tenth."
+    report.at_most("resident memory of the long run, slope after its first tenth", kept, KB_PER_STEP, " KB per step")
 
 
 def _ledger_table(report: Report, left: Left) -> None:
@@ -156,17 +184,14 @@ def main() -> None:
     report, options = start("scale", __doc__.splitlines()[0], more)
     short, folder = options.short, options.folder
     sizes = (32, 64, 128) if short else (32, 64, 128, 256)
-    per_parameter = {name: [s / n * 1e3 for s, n in zip(seconds, sizes, strict=True)] for name, seconds in parameters(sizes).items()}
-    scaled(report, "Parameters, millions", sizes, per_parameter, "ms per million")
+    scaled(report, "Parameters, millions", sizes, parameters(sizes), "ms per million")
     levels = (64, 1_024, 4_096) if short else (64, 256, 1_024, 4_096, 16_384)
     scaled(report, "Rollouts in flight", levels, {"control": in_flight(levels, 1_000 if short else 4_000, folder)}, "µs per rollout")
     groups = (2, 8, 32) if short else (2, 4, 8, 16, 32, 64)
     scaled(report, "Group size, 1,024 rollouts in flight", groups, {"control": group_sizes(groups, 2_000, folder)}, "µs per rollout")
     tokens = (128, 512, 2_048) if short else (128, 512, 2_048, 8_192)
-    per_token = {
-        name: [cost / n for cost, n in zip(lengths(tokens, 256 if short else 512, worker, folder), tokens, strict=True)]
-        for name, worker in (("control", "groups"), ("worker, token by token", "worker"))
-    }
+    ways = (("control", "groups"), ("worker, token by token", "worker"))
+    per_token = {name: lengths(tokens, 256 if short else 512, worker, folder) for name, worker in ways}
     scaled(report, "Length, tokens", tokens, per_token, "µs per token")
     stops = [300, 600, 1_200, 1_500] if short else [1_000, 3_000, 9_000, 10_000]
     long_run_tables(report, measure_long(LongRun(stops, folder=folder)))

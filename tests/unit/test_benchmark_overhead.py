@@ -33,6 +33,19 @@ def test_an_exponent_is_the_power_of_the_size() -> None:
     assert exponent(sizes, [7, 7, 7]) == pytest.approx(0)
 
 
+def test_a_long_run_is_judged_by_the_slopes_of_its_looks_without_what_a_resume_takes() -> None:
+    scale, long_run, bench = load("scale"), load("long_run"), load("bench")
+    looks = [long_run.Look(s, 0.01 * s + (5.0 if s > 500 else 0.0), 64_000_000 + 250 * s, 1_000) for s in range(100, 1_100, 100)]
+    tables = {step: {name: (step, 100 * step) for name in ("events", "groups", "prefixes")} for step in (500, 1_000)}
+    left = long_run.Left(looks, [long_run.Resume(500, 10_000, 5.0), long_run.Resume(1_000, 20_000, 10.0)], tables)
+    report = bench.Report("scale", short=True)
+    scale.long_run_tables(report, left)
+    measured = {target.what.partition(",")[0]: target for target in report.targets}
+    assert float(measured["CPU per step"].measured.split()[0]) == pytest.approx(0, abs=1e-6)
+    assert measured["resident memory of the long run"].measured == "0.25 KB per step"
+    assert measured["resume: exponent over events"].reached
+
+
 def test_lengths_are_spread_evenly_around_their_mean() -> None:
     length_of = load("free_roles").length_of
     lengths = [length_of(group, sample, 512) for group in range(500) for sample in range(8)]
