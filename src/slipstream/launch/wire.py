@@ -297,7 +297,7 @@ class Remote:
     async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the peer's method. Raises what it raises; PeerLost; DeadlineExceeded for a call without an answer in its time."""
         method = self._methods[name]
-        arguments = method.signature.bind(None, *args, **kwargs).args[1:]
+        arguments = method.signature.bind(None, *args, **kwargs).args[1:] if kwargs else args  # to bind takes as long as to send
         answer = await self._crossing_answer(name)
         if answer is None:
             self._last_id += 1
