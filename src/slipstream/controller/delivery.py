@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 from slipstream.config.settings import Config
@@ -12,7 +11,7 @@ from slipstream.controller.journal import Journal
 from slipstream.controller.metrics_line import growth, step_line
 from slipstream.controller.run_state import LiveGroup, RunState
 from slipstream.controller.timing import StepTimes
-from slipstream.controller.totals import STALE
+from slipstream.controller.totals import STALE, Totals
 from slipstream.errors import LedgerError, RunFailed
 from slipstream.protocols import Clock
 from slipstream.types import Batch, Group, StepReport
@@ -26,7 +25,7 @@ class Delivery:
         self._started_at = clock.now()
         self._groups: dict[int, Group] = {}  # finished groups in memory; after a resume they are read from the ledger when needed
         self._batches: dict[int, Batch] = {}  # handed to the trainer, not finished
-        self._totals_before = deepcopy(journal.state.totals)  # as of the last metric line
+        self._totals_before = growth(Totals(), journal.state.totals)  # as of the last metric line: a copy of what it tells
         self._flat_steps = 0  # steps in a row whose groups all had zero variance
         self._sync_s: list[float] = []  # of confirmations since the last step
 
@@ -164,7 +163,7 @@ class Delivery:
             grown=growth(self._totals_before, totals),
             weight_sync_s=sum(self._sync_s) / len(self._sync_s) if self._sync_s else None,
         )
-        self._totals_before = deepcopy(totals)
+        self._totals_before = growth(Totals(), totals)
         self._sync_s.clear()
         self._journal.tell(lambda: self._journal.observer.step(line, batch.groups))
         return line
