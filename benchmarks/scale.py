@@ -33,7 +33,8 @@ from measured_runs import Spec, measure
 from numpy.typing import ArrayLike
 
 from slipstream.weight_sync.memory import MemoryFile
-from slipstream.weight_sync.packing import Publisher, WeightSet
+from slipstream.weight_sync.packing import WeightSet
+from slipstream.weight_sync.shared_memory import MemoryPublisher
 
 ROUNDS = 3
 EXPONENT = 1.1  # b at most: 1 and what scatter does to a fit over few points
@@ -79,7 +80,7 @@ def parameters(millions: Sequence[int]) -> dict[str, list[list[float]]]:
     for size in millions:
         tensors = {f"layer.{n}": torch.randn(500_000) for n in range(2 * size)}
         slot, target = MemoryFile.create("scale"), {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-        publisher, reader = Publisher(tensors, [slot]), WeightSet(target)
+        publisher, reader = MemoryPublisher(tensors, [slot]), WeightSet(target)
         for turn in range(-1, ROUNDS):  # the first one maps the memory
             began = time.thread_time()
             manifest = publisher.pack(0, 1, turn + 1)

@@ -27,7 +27,7 @@ from slipstream.controller.versions import Broker
 from slipstream.data.dataset import Data, load_data
 from slipstream.data.prompts import render_messages
 from slipstream.data.rows import PYTHON_ROWS
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, RunFolderError
 from slipstream.launch.context import RunContext
 from slipstream.launch.fingerprint import code_version, numerics
 from slipstream.models.memory import check_memory
@@ -167,8 +167,12 @@ class _Run:
         if changes:
             controller.settings_changed(changes, "resume")
         self._controller = controller
-        context = RunContext(config, self._loaded.base_folder, folder.path, controller.incarnation, controller.start_step)
+        context = RunContext(
+            config, self._loaded.base_folder, folder.path, controller.incarnation, controller.start_step, controller.core.state.run_id
+        )
         try:
+            if context.weights is not None:
+                context.weights.prepare()
             folder.save_config(config)  # the roles read it; a resume that was refused has left it as it was
             if config.launch == "inline":
                 from slipstream.launch.inline import run_inline
@@ -178,6 +182,9 @@ class _Run:
                 from slipstream.launch.local import run_local
 
                 await run_local(context, controller, self._rewards)
+            if context.weights is not None:
+                with contextlib.suppress(RunFolderError):  # the run is whole; what stays is removed when it is started again
+                    context.weights.clear()
             state = controller.core.state
         finally:
             self._controller = None

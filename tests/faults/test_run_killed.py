@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from live_run import GROUP_SIZE, LiveRun, query, run_file
+from safetensors.torch import load_file
 
 from slipstream.controller import events as ev
 from slipstream.controller.accounts import check_accounts
@@ -24,16 +25,21 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_each_role_and_the_launching_process_killed_in_turn_and_resumed(tmp_path: Path) -> None:
-    file, choose = run_file(tmp_path), random.Random(11)
+    """Weights travel as files, and the trainer is killed amid the writing of one."""
+    file, choose, weights = run_file(tmp_path), random.Random(11), tmp_path / "run" / "weights"
     for role in ("engine", "trainer", "rollout"):
-        with LiveRun(file) as run:
+        with LiveRun(file, "--weight_sync.transport", "files") as run:
             after(run, choose.randint(1, 5))
-            pid = run.role(role)
+            pid = run.freeze(role, lambda: any(weights.glob(".*.tmp"))) if role == "trainer" else run.role(role)
             os.kill(pid, signal.SIGKILL)
             assert run.ended() == 1
             assert run.message().startswith(f"{role} (pid {pid}) was killed by SIGKILL"), run.output
-    with LiveRun(file) as run:
+            for whole in weights.glob("*.safetensors"):
+                load_file(whole)  # it has its name and is what that says, whatever the moment
+    with LiveRun(file, "--weight_sync.transport", "files") as run:
         after(run, choose.randint(1, 5))
+        left = [path.name for path in weights.iterdir() if not path.name.startswith(f"{run.incarnation}.")]
+        assert not [name for name in left if name.endswith(".safetensors")], "what earlier incarnations left"
         assert len(run.processes()) >= 5  # the launching process, three roles, the reward's
         os.kill(run.process.pid, signal.SIGKILL)
         assert run.ended() == -signal.SIGKILL

@@ -61,6 +61,7 @@ def make(**tables: Any) -> Config:
         (INLINE | {"weight_sync": {"lag": 1}, "buffer": READY_FIRST}, ("lag = 1", '"unbounded"')),
         (INLINE | {"weight_sync": {"lag": 1}, "rollout": {"interrupt": "drain"}}, ("lag = 1", '"drain"', "only when nothing runs")),
         (INLINE | {"weight_sync": {"lag": 1}, "rollout": {"kv": "recompute"}}, ("lag = 1", 'kv = "recompute"')),
+        ({"weight_sync": {"directory": "w"}}, ('directory = "w"', '"shared_memory", which writes no files', 'transport = "files"')),
         ({"run": {"deterministic": True}}, ("deterministic", 'launch = "inline"')),
         ({"weight_sync": {"lag": 1}}, ("lag = 1", 'launch = "inline"')),
         (INLINE | {"weight_sync": {"lag": 2}}, ("lag = 2", "max_staleness = 1", "use max_staleness = 2")),

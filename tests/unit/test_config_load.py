@@ -179,6 +179,7 @@ def test_files_are_relative_to_the_file_that_names_them(tmp_path: Path, monkeypa
     data = {train = "rows.jsonl", eval = "org/set:main:test"}
     reward = [{function = "rewards.py:score"}, {function = "package.module:score"}]
     rollout = {environment = "tools", max_turns = 2, tools = ["rewards.py:score", "math:sqrt"]}
+    weight_sync = {transport = "files", directory = "not/made/yet"}
     """
     run = write(there, "run.toml", text)
     monkeypatch.chdir(here)
@@ -187,6 +188,7 @@ def test_files_are_relative_to_the_file_that_names_them(tmp_path: Path, monkeypa
     assert (config.data.train, config.data.eval) == (str(there / "rows.jsonl"), "org/set:main:test")
     assert [r.function for r in config.reward] == [f"{there}/rewards.py:score", "package.module:score"]
     assert config.rollout.tools == [f"{there}/rewards.py:score", "math:sqrt"]
+    assert config.weight_sync.directory == str(there / "not" / "made" / "yet")
     config = load_config([run], ["--data.train", "rows.jsonl", "--reward.0.function=rewards.py:score"]).config
     assert config.data.train == str(here / "rows.jsonl")
     assert config.reward[0].function == f"{here}/rewards.py:score"

@@ -22,7 +22,7 @@ def descriptors() -> list[str]:
 
 def start(monkeypatch: pytest.MonkeyPatch, build_engine: Any, run: Any = None) -> None:
     monkeypatch.setattr(inline, "build_engine", build_engine)
-    monkeypatch.setattr(inline, "EngineWeights", lambda engine, slots: None)
+    monkeypatch.setattr(inline, "build_weights", lambda context, engine, slots: None)
     monkeypatch.setattr(inline, "InProcessClient", lambda engine: None)
     monkeypatch.setattr(inline, "build_trainer", lambda context, slots: (None, None))
     if run is not None:

@@ -50,7 +50,7 @@ def test_what_a_role_only_echoes_does_not_hide_the_error_of_the_last_step(
     async def stays(*_: Any) -> None:
         await asyncio.Event().wait()
 
-    run = LocalRun(SimpleNamespace(config=Config()), controller, str(tmp_path))  # type: ignore[arg-type]
+    run = LocalRun(SimpleNamespace(config=Config()), controller, str(tmp_path), [])  # type: ignore[arg-type]
     monkeypatch.setattr(run, "_start", nothing)
     monkeypatch.setattr(run.supervisor, "left", stays)
     monkeypatch.setattr(run.supervisor, "watch", echoes)

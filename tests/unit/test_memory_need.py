@@ -78,6 +78,12 @@ def test_weight_slots_are_those_that_the_broker_hands_out(lag, slots):
     assert memory_need(Config.model_validate(settings), SIZE).parts["weight sync"] == slots * 4_000_000
 
 
+def test_weights_that_travel_as_files_lie_on_the_disk(folder):
+    config = Config.model_validate({"weight_sync": {"transport": "files"}, "model": {"dtype": "bfloat16"}})
+    assert memory_need(config, SIZE).parts["weight sync"] == 0
+    assert memory.weight_file_bytes(config, folder) == 3 * 2 * read_model_size(folder).num_parameters
+
+
 def test_gradient_checkpointing_needs_less():
     def trainer(on: bool) -> int:
         settings = TrainerSettings(gradient_checkpointing=on)

@@ -16,6 +16,7 @@ from slipstream.cli.preflight import Findings, check_run_folder, measure_prompts
 from slipstream.config import Config, load_config
 from slipstream.controller import run_folder
 from slipstream.errors import ConfigError, DataError, ModelError, RunFolderError
+from slipstream.weight_sync import weight_directory
 
 RUN_FILE = """
 [run]
@@ -68,6 +69,20 @@ def test_what_can_start_says_so(run_file, capsys):
     answer = read_last_json(capsys)
     assert answer["valid"] and answer["context_tokens"] == 64 and 0 < answer["longest_prompt_tokens"] < 58
     assert list(run_file.parent.iterdir()) == [run_file]  # nothing is made
+
+
+def test_weights_that_travel_as_files_must_fit_where_they_are_to_lie(run_file, monkeypatch, capsys):
+    command = ["validate", str(run_file), "--weight_sync.transport", "files", "--weight_sync.directory", "not/made/yet"]
+    assert main([*command, "--json"]) == 0
+    needed = read_last_json(capsys)["weight_file_bytes"]
+    assert main(command) == 0
+    assert f"weights in flight take {needed / 2**30:.2f} GiB of disk" in " ".join(capsys.readouterr().out.split())
+    usage = shutil.disk_usage(run_file.parent)
+    monkeypatch.setattr(weight_directory.shutil, "disk_usage", lambda path: usage._replace(free=needed - 1))
+    monkeypatch.setattr(run_folder, "MIN_FREE_BYTES", 0)
+    assert main(command) == 1
+    assert f"weights in flight take {needed / 2**20:,.0f} MiB in {run_file.parent}, where" in capsys.readouterr().err
+    assert list(run_file.parent.iterdir()) == [run_file]
 
 
 def test_the_loss_is_expanded_and_ones_own_is_tried(run_file, tmp_path, capsys):

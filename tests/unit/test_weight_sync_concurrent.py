@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from slipstream.weight_sync.memory import MemoryFile
-from slipstream.weight_sync.packing import Publisher, WeightSet
+from slipstream.weight_sync.packing import WeightSet
+from slipstream.weight_sync.shared_memory import MemoryPublisher
 from slipstream.weight_sync.slots import SlotBroker
 
 
@@ -41,7 +42,7 @@ def slots():
 def test_no_mixture_while_both_run(slots):
     broker, lock, last = SlotBroker(), threading.Lock(), 300
     trainer, engine = Weights(), Weights()
-    publisher, weights = Publisher(trainer, slots), WeightSet(engine)
+    publisher, weights = MemoryPublisher(trainer, slots), WeightSet(engine)
 
     def train() -> None:
         for version in range(last + 1):
@@ -73,9 +74,9 @@ def test_no_mixture_while_both_run(slots):
 WRITER = """
 import sys, torch
 from slipstream.weight_sync.memory import MemoryFile
-from slipstream.weight_sync.packing import Publisher
+from slipstream.weight_sync.shared_memory import MemoryPublisher
 tensors = {"a": torch.zeros(20_000), "b": torch.zeros(20_000, 3)}
-publisher = Publisher(tensors, [MemoryFile(int(fd)) for fd in sys.argv[2:]])
+publisher = MemoryPublisher(tensors, [MemoryFile(int(fd)) for fd in sys.argv[2:]])
 version = 0
 while True:
     version += 1
@@ -89,7 +90,7 @@ while True:
 def test_a_trainer_killed_amid_a_write_hurts_nobody(slots):
     broker = SlotBroker()
     trainer, engine = Weights(), Weights()
-    publisher, weights = Publisher(trainer, slots), WeightSet(engine)
+    publisher, weights = MemoryPublisher(trainer, slots), WeightSet(engine)
     trainer.fill(7)
     broker.publish(broker.begin_write(), publisher.pack(0, 1, 7))
 

@@ -14,7 +14,8 @@ from slipstream.protocols import Manifest
 from slipstream.types import decode, encode
 from slipstream.weight_sync.hashed_copy import CHUNK_BYTES, hashed_copy
 from slipstream.weight_sync.memory import MemoryFile
-from slipstream.weight_sync.packing import ALIGNMENT, Publisher, WeightLayout, WeightSet, checksum
+from slipstream.weight_sync.packing import ALIGNMENT, WeightLayout, WeightSet, checksum
+from slipstream.weight_sync.shared_memory import MemoryPublisher
 
 
 class Toy(nn.Module):
@@ -70,7 +71,7 @@ def test_empty_tensors_are_not_taken_for_tied_ones():
 def test_round_trip(slots, dtype):
     trainer, model = Toy(seed=0), engine(seed=1, dtype=dtype)
     kept = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    publisher, weights = Publisher(trainer, slots, dtype), WeightSet(model)
+    publisher, weights = MemoryPublisher(trainer, slots, dtype), WeightSet(model)
     manifest = decode(encode(publisher.pack(2, incarnation=1, version=4)), Manifest)
 
     assert weights.apply(slots[2].map(), manifest) == manifest.checksum
@@ -85,14 +86,14 @@ def test_round_trip(slots, dtype):
 
 def test_checksum_is_of_the_packed_bytes(slots):
     trainer = Toy()
-    manifest = Publisher(trainer, slots, torch.bfloat16).pack(0, 1, 0)
+    manifest = MemoryPublisher(trainer, slots, torch.bfloat16).pack(0, 1, 0)
     block = slots[0].map()[: manifest.total_bytes]
     assert manifest.checksum == xxhash.xxh3_128_hexdigest(block.data) == checksum(trainer, torch.bfloat16)
     assert manifest.checksum != checksum(trainer), "the cast changes the bytes"
 
 
 def test_gaps_are_zero_whatever_the_slot_held(slots):
-    publisher = Publisher(Toy(), slots)
+    publisher = MemoryPublisher(Toy(), slots)
     first = publisher.pack(0, 1, 0)
     slots[1].resize(first.total_bytes + 4096)
     slots[1].map(writable=True)[:] = 255
@@ -101,7 +102,7 @@ def test_gaps_are_zero_whatever_the_slot_held(slots):
 
 def test_same_weights_same_checksum_other_weights_another(slots):
     trainer = Toy()
-    publisher = Publisher(trainer, slots)
+    publisher = MemoryPublisher(trainer, slots)
     first = publisher.pack(0, 1, 0)
     assert publisher.pack(1, 1, 1).checksum == first.checksum
     with torch.no_grad():
@@ -110,7 +111,7 @@ def test_same_weights_same_checksum_other_weights_another(slots):
 
 
 def test_slot_memory_is_made_once(slots):
-    publisher = Publisher(Toy(), slots)
+    publisher = MemoryPublisher(Toy(), slots)
     publisher.pack(0, 1, 0)
     block = slots[0].map(writable=True)
     publisher.pack(0, 1, 1)
@@ -119,7 +120,7 @@ def test_slot_memory_is_made_once(slots):
 
 def test_publisher_follows_replaced_parameters(slots):
     trainer = Toy()
-    publisher = Publisher(trainer, slots)
+    publisher = MemoryPublisher(trainer, slots)
     before = publisher.pack(0, 1, 0)
     trainer.scale.data = trainer.scale.data + 1
     assert publisher.pack(1, 1, 1).checksum == checksum(trainer) != before.checksum
@@ -146,7 +147,7 @@ def test_a_misfit_is_named_before_anything_is_touched(slots, case):
     model = make()
     weights = WeightSet(model)
     before = weights.checksum()
-    manifest = Publisher(Toy(), slots).pack(0, 1, 3)
+    manifest = MemoryPublisher(Toy(), slots).pack(0, 1, 3)
     with pytest.raises(WeightSyncError, match=message) as caught:
         weights.apply(slots[0].map(), manifest)
     assert "1.3" in str(caught.value)
@@ -154,19 +155,19 @@ def test_a_misfit_is_named_before_anything_is_touched(slots, case):
 
 
 def test_other_aliases_are_a_misfit(slots):
-    manifest = Publisher(Toy(), slots).pack(0, 1, 0)
+    manifest = MemoryPublisher(Toy(), slots).pack(0, 1, 0)
     with pytest.raises(WeightSyncError, match="head is tied to embed only here"):
         WeightSet(engine()).apply(slots[0].map(), msgspec.structs.replace(manifest, aliases={}))
 
 
 def test_short_block_is_refused(slots):
-    manifest = Publisher(Toy(), slots).pack(0, 1, 0)
+    manifest = MemoryPublisher(Toy(), slots).pack(0, 1, 0)
     with pytest.raises(WeightSyncError, match="the slot holds 64 bytes"):
         WeightSet(engine()).apply(slots[0].map()[:64], manifest)
 
 
 def test_one_flipped_bit_is_caught(slots):
-    manifest = Publisher(Toy(), slots).pack(0, 1, 0)
+    manifest = MemoryPublisher(Toy(), slots).pack(0, 1, 0)
     slots[0].map(writable=True)[4] ^= 1
     with pytest.raises(WeightSyncError, match="this engine's copy hashes to"):
         WeightSet(engine()).apply(slots[0].map(), manifest)
@@ -174,7 +175,7 @@ def test_one_flipped_bit_is_caught(slots):
 
 def test_the_engine_hashes_its_own_copy(slots):
     """The block is intact, the copy is not: hashing the block would miss it."""
-    manifest = Publisher(Toy(), slots).pack(0, 1, 0)
+    manifest = MemoryPublisher(Toy(), slots).pack(0, 1, 0)
 
     model = engine()
     weights = WeightSet(model)
@@ -206,7 +207,7 @@ def test_tensors_that_overlap_in_the_engine_are_caught(slots):
     """Each is what was sent when it is copied; the second one overwrites part of the first."""
     memory = torch.zeros(96)
     trainer = {"a": torch.zeros(64), "b": torch.ones(64)}
-    manifest = Publisher(trainer, slots).pack(0, 1, 0)
+    manifest = MemoryPublisher(trainer, slots).pack(0, 1, 0)
     assert WeightSet({"a": memory[:32].repeat(2), "b": memory[32:]}).apply(slots[0].map(), manifest) == manifest.checksum
     with pytest.raises(WeightSyncError, match="this engine's copy hashes to"):
         WeightSet({"a": memory[:64], "b": memory[32:]}).apply(slots[0].map(), manifest)

@@ -122,6 +122,18 @@ def _check_model(config: Config, data: Data | None, found: Findings) -> None:
         memory = check_memory(config, info.source, longest)
         found.facts["memory_bytes"] = None if memory is None else memory.parts
         found.facts["memory"] = None if memory is None else str(memory)
+        _check_weight_directory(config, Path(info.source), found)
+
+
+def _check_weight_directory(config: Config, model: Path, found: Findings) -> None:
+    """Weights that travel as files fit where they are to lie; the directory is made only when the run starts."""
+    from slipstream.models.memory import weight_file_bytes
+    from slipstream.weight_sync.weight_directory import check_room
+
+    if config.weight_sync.transport == "files":
+        needed = found.facts["weight_file_bytes"] = weight_file_bytes(config, model)
+        place = Path(config.weight_sync.directory or config.run.folder or "runs").absolute()
+        check_room(next(path for path in (place, *place.parents) if path.exists()), needed)
 
 
 def _check_routing(config: Config, model_config: Any) -> None:

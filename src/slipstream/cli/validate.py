@@ -81,4 +81,6 @@ def facts_in_words(facts: dict[str, Any]) -> list[str]:
     rows = f"{facts['train_rows']:,} training rows, {facts['eval_rows']:,} evaluation rows"
     prompt = f"longest prompt {facts['longest_prompt_tokens']:,} of {facts['context_tokens']:,} tokens"
     memory = f"memory about {facts['memory']}" if facts["memory"] else "memory unknown until the model is on this machine"
+    if files := facts.get("weight_file_bytes"):
+        memory += f"; weights in flight take {files / 2**30:.2f} GiB of disk"
     return [f"{rows}; {prompt}, vocabulary {facts['vocabulary']:,}", *facts.get("frozen_models", ()), memory]

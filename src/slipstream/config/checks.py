@@ -44,6 +44,7 @@ def check(config: Config, *, reward_given: bool, base_folder: Path) -> list[Conf
         *_lengths(config),
         *_rewards(config, reward_given),
         *_only_teacher(config, reward_given),
+        *_weight_directory(config),
         *_files(config, base_folder),
     ]
 
@@ -207,6 +208,16 @@ def _pattern_problem(pattern: object) -> str | None:
     except re.error as error:
         return f"not a regular expression: {error}"
     return None
+
+
+def _weight_directory(config: Config) -> Iterator[Conflict]:
+    sync = config.weight_sync
+    if sync.directory is not None and sync.transport != "files":
+        yield Conflict(
+            ("weight_sync.directory", "weight_sync.transport"),
+            f'directory = "{sync.directory}" with transport = "{sync.transport}", which writes no files; use transport = "files" or leave '
+            "directory out",
+        )
 
 
 def _files(config: Config, base_folder: Path) -> Iterator[Conflict]:

@@ -22,6 +22,7 @@ FILE_KEYS = (
     "loss.policy",
     "loss.reference",
     "loss.teacher",
+    "weight_sync.directory",
 )
 
 
@@ -39,6 +40,8 @@ def absolute_setting(key: str, value: str, base_folder: Path) -> str:
     if key in ("reward.N.function", "rollout.tools.N", "loss.policy"):
         file, colon, function = value.rpartition(":")
         return f"{resolve_path(file, base_folder)}{colon}{function}" if file.endswith(".py") else value
+    if key == "weight_sync.directory":
+        return str(resolve_path(value, base_folder))
     if key == "model.chat_template" and is_inline_template(value):
         return value
     head, tail = split_source(value) if key.startswith("data.") else (value, "")

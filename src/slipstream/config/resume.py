@@ -40,6 +40,7 @@ FREE = (
     "metrics.sinks",
     "metrics.samples_per_step",
     "ledger.keep",
+    "weight_sync.directory",
 )
 
 # Speed and place: the same mathematics, other rounding or another order of events. A deterministic run must keep them.

@@ -259,8 +259,14 @@ class LossSettings(Settings):
 
 
 class WeightSyncSettings(Settings):
-    transport: Literal["shared_memory"] = Field(
-        default="shared_memory", description="How weights travel; launch = 'inline' uses the same slots in one process."
+    transport: Literal["shared_memory", "files"] = Field(
+        default="shared_memory",
+        description="How weights travel: memory that trainer and engine map, or safetensors files in a directory that both see. "
+        "launch = 'inline' does the same in one process.",
+    )
+    directory: str | None = Field(
+        default=None,
+        description="transport = 'files': where the files lie, for this run alone; the folder weights of the run folder by default.",
     )
     payload: Literal["full"] = Field(default="full", description="What travels.")
     every: int = Field(default=1, ge=1, description="Steps between two published versions; the last one is always published.")

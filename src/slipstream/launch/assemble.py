@@ -7,7 +7,7 @@ The rollout worker is built in `assemble_worker.py`, which needs no model.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -20,19 +20,22 @@ from slipstream.launch.context import RunContext
 from slipstream.logprobs.loading import load_frozen_model, load_stage
 from slipstream.logprobs.stage import LogprobStage
 from slipstream.models.loading import load_model
+from slipstream.models.memory import num_weight_slots
 from slipstream.models.probe import probe
 from slipstream.models.routing import kept_routers
 from slipstream.protocols import WeightsOffer
 from slipstream.trainer.checkpoint import load_checkpoint
+from slipstream.trainer.loop import Publisher
 from slipstream.trainer.trainer import Trainer
+from slipstream.weight_sync.files import FilePublisher, FileWeights
 from slipstream.weight_sync.memory import MemoryFile
-from slipstream.weight_sync.packing import Publisher, WeightSet
+from slipstream.weight_sync.shared_memory import MemoryPublisher, MemoryWeights
 
 ENGINE_ID = "engine-0"
 
 
 def build_trainer(context: RunContext, slots: Sequence[MemoryFile]) -> tuple[Trainer, Publisher]:
-    """The trainer at the step that the run goes on from, and what packs its weights into the slots."""
+    """The trainer at the step that the run goes on from, and what sends its weights. `slots`: see `memory.weight_slots`."""
     config = context.config
     torch.manual_seed(config.run.seed)
     model, _, _ = load_model(config.model, device=config.trainer.device)
@@ -40,23 +43,22 @@ def build_trainer(context: RunContext, slots: Sequence[MemoryFile]) -> tuple[Tra
     trainer = Trainer(config, model, teacher=None if teacher is None else load_frozen_model(teacher, config))
     if context.start_step:
         load_checkpoint(context.checkpoints / f"step-{context.start_step}", trainer)
-    return trainer, Publisher(model, list(slots), getattr(torch, config.model.dtype))
+    dtype = getattr(torch, config.model.dtype)
+    if context.weights is not None:
+        return trainer, FilePublisher(model, context.weights, num_weight_slots(config), dtype)
+    return trainer, MemoryPublisher(model, list(slots), dtype)
+
+
+def build_weights(context: RunContext, engine: EmbeddedEngine, slots: Sequence[MemoryFile]) -> Callable[[WeightsOffer], str]:
+    """What applies an offer to the engine's model and gives the checksum of the engine's own copy."""
+    if context.weights is not None:
+        return FileWeights(engine.model, context.weights)
+    return MemoryWeights(engine.model, slots)
 
 
 def build_logprobs(config: Config) -> LogprobStage | None:
     """The logprob stage over its frozen models; None for a run that asks for none."""
     return load_stage(config) if stage_models(config) else None
-
-
-class EngineWeights:
-    """Applies an offer to the engine's model: the callable that the engine's loop wants."""
-
-    def __init__(self, engine: EmbeddedEngine, slots: Sequence[MemoryFile]):
-        self._weights = WeightSet(engine.model)
-        self._slots = slots
-
-    def __call__(self, offer: WeightsOffer) -> str:
-        return self._weights.apply(self._slots[offer.slot].map(), offer.manifest)
 
 
 def build_engine(config: Config, *, evaluates_only: bool = False) -> EmbeddedEngine:

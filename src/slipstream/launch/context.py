@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.config.paths import resolve_path
 from slipstream.config.settings import Config
+from slipstream.weight_sync.weight_directory import WeightDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,17 @@ class RunContext:
     run_folder: Path
     incarnation: int
     start_step: int  # the checkpoint's; 0 without one
+    run_id: str
 
     @property
     def checkpoints(self) -> Path:
         return self.run_folder / "checkpoints"
+
+    @property
+    def weights(self) -> WeightDirectory | None:
+        """Where weights travel as files; None with another transport."""
+        sync = self.config.weight_sync
+        if sync.transport != "files":
+            return None
+        place = self.run_folder / "weights" if sync.directory is None else resolve_path(sync.directory, self.base_folder)
+        return WeightDirectory(place, self.run_id)

@@ -18,7 +18,7 @@ import torch
 from slipstream.controller.controller import Controller
 from slipstream.engines.embedded.client import InProcessClient
 from slipstream.errors import DeadlineExceeded
-from slipstream.launch.assemble import ENGINE_ID, EngineWeights, build_engine, build_logprobs, build_trainer
+from slipstream.launch.assemble import ENGINE_ID, build_engine, build_logprobs, build_trainer, build_weights
 from slipstream.launch.assemble_worker import build_worker
 from slipstream.launch.context import RunContext
 from slipstream.launch.page import NullProgress
@@ -31,15 +31,16 @@ from slipstream.scoring.scorers import make_scorers
 from slipstream.trainer.loop import run_trainer
 from slipstream.types import EngineReport
 from slipstream.weight_sync.lag import LagBroker
-from slipstream.weight_sync.memory import MemoryFile
+from slipstream.weight_sync.memory import MemoryFile, weight_slots
 
 BLOCKED_DEADLINE_S = 900.0  # nothing can run and no outside call is out: only the controller's own deadlines can end this wait
 
 
 async def run_inline(context: RunContext, controller: Controller, rewards: Sequence[Callable[..., Any]]) -> None:
     """Run to the end, or raise the error of the role that ended it. `rewards` are callables besides those of the settings."""
-    scorers = make_scorers(context.config.reward, rewards)
-    with _threads(context.config.engine.threads), _weight_slots(controller.core.broker.num_slots) as slots:
+    config = context.config
+    scorers = make_scorers(config.reward, rewards)
+    with _threads(config.engine.threads), weight_slots(config.weight_sync.transport, controller.core.broker.num_slots) as slots:
         run = InlineRun(context, controller, slots)
         try:
             await run.run(scorers)
@@ -61,18 +62,6 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextmanager
-def _weight_slots(count: int) -> Iterator[list[MemoryFile]]:
-    """The memory of the weight slots, closed however the run ends, also while it loads."""
-    slots: list[MemoryFile] = []
-    try:
-        slots.extend(MemoryFile.create(f"weights-{i}") for i in range(count))
-        yield slots
-    finally:
-        for slot in slots:
-            slot.close()
-
-
 class InlineRun:
     """The roles of one run and the turn that drives them."""
 
@@ -80,7 +69,7 @@ class InlineRun:
         self._context, self._controller = context, controller
         self._outside = TickedCalls()
         self._engine = build_engine(context.config)
-        self._load_weights = EngineWeights(self._engine, slots)
+        self._load_weights = build_weights(context, self._engine, slots)
         self._client = InProcessClient(self._engine)
         self._trainer, self._publisher = build_trainer(context, slots)
         self._logprobs = build_logprobs(context.config)

@@ -27,7 +27,7 @@ from slipstream.launch.processes import ChildSpec, Lifeline
 from slipstream.launch.role import context_options, controller_socket
 from slipstream.launch.supervisor import Supervisor
 from slipstream.launch.wire import serve
-from slipstream.weight_sync.memory import MemoryFile
+from slipstream.weight_sync.memory import MemoryFile, weight_slots
 
 ROLES = ("engine", "trainer", "rollout", logprob_socket.ROLE)  # the last one only where the settings ask for it
 LEAVE_MARGIN_S = 120.0  # beyond the grace: rewards under way, the last prefixes
@@ -35,8 +35,9 @@ LEAVE_MARGIN_S = 120.0  # beyond the grace: rewards under way, the last prefixes
 
 async def run_local(context: RunContext, controller: Controller, rewards: Sequence[Callable[..., Any]]) -> None:
     """Run to the end, or raise the error of the role that ended it."""
-    with private_directory() as folder:
-        run = LocalRun(context, controller, folder)
+    transport, num_slots = context.config.weight_sync.transport, controller.core.broker.num_slots
+    with private_directory() as folder, weight_slots(transport, num_slots) as slots:
+        run = LocalRun(context, controller, folder, slots)
         try:
             server = await serve(controller, controller_socket(folder), on_failed=run.supervisor.report)
             try:
@@ -51,11 +52,11 @@ async def run_local(context: RunContext, controller: Controller, rewards: Sequen
 class LocalRun:
     """The processes of one run, and what they inherit."""
 
-    def __init__(self, context: RunContext, controller: Controller, socket_folder: str):
+    def __init__(self, context: RunContext, controller: Controller, socket_folder: str, slots: Sequence[MemoryFile]):
         self._context, self._controller, self._folder = context, controller, socket_folder
         self._lifeline = Lifeline()
         self._page_memory = MemoryFile.create("page")
-        self._slots = [MemoryFile.create(f"weights-{i}") for i in range(controller.core.broker.num_slots)]
+        self._slots = slots
         self.supervisor = Supervisor(Page(self._page_memory, ROLES), may_leave=self._may_leave)
         self._own_worker: asyncio.Task[None] | None = None
 
@@ -135,8 +136,7 @@ class LocalRun:
 
     def close(self) -> None:
         self._lifeline.close()
-        for memory in (self._page_memory, *self._slots):
-            memory.close()
+        self._page_memory.close()
 
 
 async def _within(role: str, leaves: Awaitable[None], limit_s: float) -> None:

@@ -36,25 +36,28 @@ def context_options(context: RunContext) -> dict[str, str]:
         "base_folder": str(context.base_folder),
         "incarnation": str(context.incarnation),
         "start_step": str(context.start_step),
+        "run_id": context.run_id,
     }
 
 
 def context_of(child: Child) -> RunContext:
     folder, options = Path(child.spec.run_folder), child.spec.options
     config = load_config([folder], reward_given=True, checked=False).config
-    return RunContext(config, Path(options["base_folder"]), folder, int(options["incarnation"]), int(options["start_step"]))
+    return RunContext(
+        config, Path(options["base_folder"]), folder, int(options["incarnation"]), int(options["start_step"]), options["run_id"]
+    )
 
 
 async def run_engine_role(child: Child, controller: RemoteController) -> None:
     from slipstream.engines.embedded.loop import run_engine
-    from slipstream.launch.assemble import EngineWeights, build_engine
+    from slipstream.launch.assemble import build_engine, build_weights
     from slipstream.launch.engine_socket import serve, socket_path
 
     context = context_of(child)
     engine = build_engine(context.config)
     wake = asyncio.Event()
     server = await serve(engine, socket_path(child.spec.socket_folder, engine.engine_id), wake.set)
-    load_weights = EngineWeights(engine, child.slots)
+    load_weights = build_weights(context, engine, child.slots)
     await run_engine(engine, controller, load_weights, server.send_frame, wake, child.progress)
 
 

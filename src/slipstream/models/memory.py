@@ -4,7 +4,7 @@ Trainer      weights + gradients + AdamW's two moments, + float32 master weights
 Engine       weights + the copy that an evaluation pins + keys and values of all slots at full context, for both, up to 1 GiB of them a
              second time (`dense_rows.py`); and of saved states
 Frozen       a reference or a teacher: weights + activations of a forward pass, in the logprob stage or beside the trainer's model
-Weight sync  the slots: three, or with `weight_sync.lag` as many more as versions wait
+Weight sync  the slots of shared memory: three, or with `weight_sync.lag` as many more as versions wait
 Processes    what Python and torch take by themselves
 
 Weights, optimizer and KV are exact to a few percent; activations are a rule of thumb, for the completions and, where the caller knows
@@ -104,7 +104,7 @@ def memory_need(
         "trainer": trainer,
         "engine": engine,
         **others,
-        "weight sync": num_weight_slots(config) * weights,
+        "weight sync": num_weight_slots(config) * weights if config.weight_sync.transport == "shared_memory" else 0,
         "processes": num_processes * _PROCESS_BYTES,
     }
     host = parts["weight sync"] + parts["processes"]
@@ -114,9 +114,14 @@ def memory_need(
 
 
 def num_weight_slots(config: Config) -> int:
-    """Blocks of packed weights that the run's broker hands out."""
+    """Blocks of packed weights, or files of them, that the run's broker hands out."""
     lag = config.weight_sync.lag
     return slots_for(1) if lag is None else LagBroker(lag).num_slots
+
+
+def weight_file_bytes(config: Config, folder: Path) -> int:
+    """Disk that weights in flight take with `weight_sync.transport = "files"`; `folder` is that of the model that learns."""
+    return num_weight_slots(config) * read_model_size(folder).num_parameters * _ELEMENT_BYTES[config.model.dtype]
 
 
 def _trainer_bytes(config: Config, size: ModelSize, prompt_tokens: int) -> int:

@@ -7,6 +7,7 @@ on the trainer's. Chunks of 128 KiB to 1 MiB are alike.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -20,9 +21,24 @@ class Hasher(Protocol):
     def update(self, data: memoryview, /) -> None: ...
 
 
+class NoHash:
+    """In the place of a hash: the bytes pass on their way to where they are hashed."""
+
+    def update(self, data: memoryview, /) -> None:
+        pass
+
+
 def hashed_copy(target: np.ndarray, source: np.ndarray, hasher: Hasher) -> None:
     """Copy `source` into `target` (uint8[n] each, not overlapping) and feed what `target` then holds to `hasher`."""
     for at in range(0, len(source), CHUNK_BYTES):
         copied = target[at : at + CHUNK_BYTES]
         np.copyto(copied, source[at : at + CHUNK_BYTES])
         hasher.update(copied.data)
+
+
+def hashed_write(write: Callable[[memoryview], object], source: np.ndarray, hasher: Hasher) -> None:
+    """Hand `source`, uint8[n], to `hasher` and to `write`, which finds each chunk in the cache."""
+    for at in range(0, len(source), CHUNK_BYTES):
+        chunk = source[at : at + CHUNK_BYTES].data
+        hasher.update(chunk)
+        write(chunk)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -78,3 +80,16 @@ class MemoryFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+@contextmanager
+def weight_slots(transport: str, count: int) -> Iterator[list[MemoryFile]]:
+    """The memory of the weight slots, closed however the run ends, also while it loads; none where weights travel otherwise."""
+    slots: list[MemoryFile] = []
+    try:
+        if transport == "shared_memory":
+            slots.extend(MemoryFile.create(f"weights-{i}") for i in range(count))
+        yield slots
+    finally:
+        for slot in slots:
+            slot.close()

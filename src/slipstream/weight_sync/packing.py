@@ -1,4 +1,6 @@
-"""Weights as one block of bytes: what lies where (layout), the writer (Publisher) and the reader (WeightSet).
+"""Weights as one block of bytes: what lies where (layout), the hash that proves it, and the model that they overwrite (WeightSet).
+
+This is what every transport shares; how the bytes travel is a file of its own (`shared_memory.py`, `files.py`).
 
 A layout is built from `state_dict()`: each tensor once, tied names as aliases, persistent buffers included, non-persistent ones (rotary
 frequencies) neither sent nor cast. Entries start at multiples of 64 bytes; the gaps are zero, so the block's hash is a function of the
@@ -8,8 +10,9 @@ weights. Writer and reader derive their layouts from their own models; they must
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,8 +22,7 @@ from torch import Tensor, nn
 from slipstream.errors import WeightSyncError
 from slipstream.protocols import Manifest, ManifestEntry
 from slipstream.tensors import distinct, dtype_name, dtype_of
-from slipstream.weight_sync.hashed_copy import hashed_copy
-from slipstream.weight_sync.memory import MemoryFile
+from slipstream.weight_sync.hashed_copy import Hasher, NoHash, hashed_copy, hashed_write
 
 ALIGNMENT = 64  # bytes: `Tensor.view(dtype)` needs offsets divisible by the item size, and vector loads like cache lines
 
@@ -38,7 +40,7 @@ class WeightLayout:
     @classmethod
     def of(cls, source: Source, dtype: torch.dtype | None = None) -> WeightLayout:
         """The layout of a model (or of named tensors), its floating parameters cast to `dtype`; buffers and integers keep theirs."""
-        tensors = _named_tensors(source)
+        tensors = named_tensors(source)
         cast = _castable(source, tensors)
         sent, aliases = distinct(tensors)
         entries: list[ManifestEntry] = []
@@ -61,30 +63,10 @@ class WeightLayout:
         )
 
 
-class Publisher:
-    """The trainer's side: packs the weights, cast included, into a slot. The slot is the staging; nothing else of that size is held."""
+class Fill(Protocol):
+    """How one tensor's bytes arrive: written to `target`, uint8[entry.nbytes], and what that then holds fed to `hasher`."""
 
-    def __init__(self, source: Source, slots: list[MemoryFile], dtype: torch.dtype | None = None):
-        self._source = source
-        self._slots = slots
-        self.layout = WeightLayout.of(source, dtype)
-
-    @torch.no_grad()
-    def pack(self, slot: int, incarnation: int, version: int) -> Manifest:
-        """Write the current weights into this slot and hash them. The caller owns the slot (`begin_write`) until it publishes it.
-
-        Raises MemoryNeedError where the slot's memory cannot be had (first use of a slot).
-        """
-        self._slots[slot].resize(self.layout.total_bytes)
-        block = self._slots[slot].map(writable=True)
-        tensors = _named_tensors(self._source)
-        hasher = xxhash.xxh3_128()
-        for entry, end in _with_ends(self.layout):
-            target, gap = block[entry.offset : entry.offset + entry.nbytes], block[entry.offset + entry.nbytes : end]
-            _pack(target, entry, tensors[entry.name], hasher)
-            gap[:] = 0
-            hasher.update(gap.data)
-        return self.layout.manifest(incarnation, version, hasher.hexdigest())
+    def __call__(self, target: np.ndarray, entry: ManifestEntry, hasher: Hasher, /) -> None: ...
 
 
 class WeightSet:
@@ -94,29 +76,41 @@ class WeightSet:
         self._model = model
         self.layout = WeightLayout.of(model)
 
-    @torch.no_grad()
     def apply(self, block: np.ndarray, manifest: Manifest) -> str:
         """Copy `block` (uint8, at least `manifest.total_bytes`) into the model and return the hash of the model's own copy.
 
         The manifest is checked whole against the model before anything is touched. Raises WeightSyncError that names the first difference,
-        or where the own copy does not hash to the manifest's checksum: the model then holds neither version and must not be used.
+        or what `overwrite` raises.
         """
         self.check(manifest)
         if len(block) < manifest.total_bytes:
             raise WeightSyncError(
-                f"weights {_version(manifest)}: the slot holds {len(block)} bytes, the manifest says {manifest.total_bytes}"
+                f"weights {name_of(manifest)}: the slot holds {len(block)} bytes, the manifest says {manifest.total_bytes}"
             )
-        tensors = _named_tensors(self._model)
+
+        def fill(target: np.ndarray, entry: ManifestEntry, hasher: Hasher) -> None:
+            hashed_copy(target, block[entry.offset : entry.offset + entry.nbytes], hasher)
+
+        return self.overwrite(manifest, fill)
+
+    @torch.no_grad()
+    def overwrite(self, manifest: Manifest, fill: Fill) -> str:
+        """Overwrite every tensor with what `fill` brings, in the manifest's order, and return the hash of the model's own copy.
+
+        The manifest must fit (`check`). Raises WeightSyncError where the own copy does not hash to the manifest's checksum, and what `fill`
+        raises: the model then holds neither version and must not be used.
+        """
+        tensors = named_tensors(self._model)
         hasher, zeros = xxhash.xxh3_128(), bytes(ALIGNMENT)
-        for entry, end in _with_ends(self.layout):
-            _unpack(tensors[entry.name], block[entry.offset : entry.offset + entry.nbytes], hasher)
+        for entry, end in with_ends(self.layout):
+            _overwrite(tensors[entry.name], entry, fill, hasher)
             hasher.update(zeros[: end - entry.offset - entry.nbytes])
         # A tensor that overlaps another was overwritten after it was hashed.
         checksum = self.checksum() if _overlap(tensors[entry.name] for entry in self.layout.entries) else hasher.hexdigest()
         if checksum != manifest.checksum:
             raise WeightSyncError(
-                f"weights {_version(manifest)}: this engine's copy hashes to {checksum}, the trainer packed {manifest.checksum}; "
-                "the slot was damaged or written while it was read"
+                f"weights {name_of(manifest)}: this engine's copy hashes to {checksum}, the trainer packed {manifest.checksum}; "
+                "the weights were damaged on their way or written while they were read"
             )
         return checksum
 
@@ -126,32 +120,50 @@ class WeightSet:
         for name in [*ours, *theirs]:
             problem = _difference(ours.get(name), theirs.get(name))
             if problem:
-                raise WeightSyncError(f"weights {_version(manifest)} do not fit this engine's model: {name}: {problem}")
+                raise WeightSyncError(f"weights {name_of(manifest)} do not fit this engine's model: {name}: {problem}")
         if self.layout.aliases != manifest.aliases:
             name, one = next(iter(self.layout.aliases.items() ^ manifest.aliases.items()))
             where = "only here" if self.layout.aliases.get(name) == one else "only at the trainer"
-            raise WeightSyncError(f"weights {_version(manifest)} do not fit this engine's model: {name} is tied to {one} {where}")
+            raise WeightSyncError(f"weights {name_of(manifest)} do not fit this engine's model: {name} is tied to {one} {where}")
         if self.layout.total_bytes != manifest.total_bytes:
             raise WeightSyncError(
-                f"weights {_version(manifest)}: the block has {manifest.total_bytes} bytes, "
+                f"weights {name_of(manifest)}: the block has {manifest.total_bytes} bytes, "
                 f"this engine's model needs {self.layout.total_bytes}"
             )
 
     def checksum(self) -> str:
         """The hash of the model's own tensors as they are now, as if packed."""
-        return _hash(self.layout, _named_tensors(self._model))
+        return send(self.layout, self._model)
 
 
 @torch.no_grad()
 def checksum(source: Source, dtype: torch.dtype | None = None) -> str:
-    """The xxh3-128 that `Publisher(source, ..., dtype).pack` would put into its manifest, without a block."""
-    return _hash(WeightLayout.of(source, dtype), _named_tensors(source))
+    """The xxh3-128 that a manifest of these weights, cast to `dtype`, names."""
+    return send(WeightLayout.of(source, dtype), source)
+
+
+@torch.no_grad()
+def send(layout: WeightLayout, source: Source, write: Callable[[memoryview], object] | None = None) -> str:
+    """The xxh3-128 of the block that `source` packs into, without that block: streamed tensor by tensor.
+
+    `write` gets the same bytes, cast included, chunk by chunk, without the gaps between tensors.
+    """
+    tensors = named_tensors(source)
+    hasher, zeros = xxhash.xxh3_128(), bytes(ALIGNMENT)
+    for entry, end in with_ends(layout):
+        data = raw_bytes(tensors[entry.name].to("cpu", dtype_of(entry.dtype)).contiguous())
+        if write is None:
+            hasher.update(data.data)
+        else:
+            hashed_write(write, data, hasher)
+        hasher.update(zeros[: end - entry.offset - entry.nbytes])
+    return hasher.hexdigest()
 
 
 # ---- pieces --------------------------------------------------------------------------------------------------------------------
 
 
-def _named_tensors(source: Source) -> dict[str, Tensor]:
+def named_tensors(source: Source) -> dict[str, Tensor]:
     """Name -> detached tensor that shares the live memory, in a fixed order; asked for at each use, since `.to()` replaces them."""
     if not isinstance(source, nn.Module):
         return {name: tensor.detach() for name, tensor in source.items()}
@@ -169,47 +181,29 @@ def _castable(source: Source, tensors: Mapping[str, Tensor]) -> set[str]:
     return {name for name in names if name in tensors and tensors[name].is_floating_point()}
 
 
-def _with_ends(layout: WeightLayout) -> Iterable[tuple[ManifestEntry, int]]:
+def with_ends(layout: WeightLayout) -> Iterable[tuple[ManifestEntry, int]]:
     """Each entry with where the next one starts (or the block ends)."""
     starts = [e.offset for e in layout.entries[1:]]
     return zip(layout.entries, [*starts, layout.total_bytes], strict=True)
 
 
-def _hash(layout: WeightLayout, tensors: Mapping[str, Tensor]) -> str:
-    """xxh3-128 of the block these tensors would pack into, streamed tensor by tensor."""
-    hasher, zeros = xxhash.xxh3_128(), bytes(ALIGNMENT)
-    for entry, end in _with_ends(layout):
-        tensor = tensors[entry.name].to("cpu", dtype_of(entry.dtype)).contiguous()
-        hasher.update(_bytes(tensor).data)
-        hasher.update(zeros[: end - entry.offset - entry.nbytes])
-    return hasher.hexdigest()
-
-
-def _pack(target: np.ndarray, entry: ManifestEntry, source: Tensor, hasher: xxhash.xxh3_128) -> None:
-    """Write the tensor into its place, uint8[entry.nbytes], cast to the entry's dtype, and hash what is there then."""
-    dtype = dtype_of(entry.dtype)
-    if source.dtype == dtype and _plain(source):
-        hashed_copy(target, _bytes(source), hasher)
+def _overwrite(target: Tensor, entry: ManifestEntry, fill: Fill, hasher: xxhash.xxh3_128) -> None:
+    """Fill the tensor, which has the entry's dtype and shape, and hash what it holds then."""
+    if plain(target):
+        fill(raw_bytes(target), entry, hasher)
     else:
-        torch.from_numpy(target).view(dtype).view(entry.shape).copy_(source)
-        hasher.update(target.data)
+        staging = np.empty(entry.nbytes, np.uint8)
+        fill(staging, entry, NoHash())
+        target.copy_(torch.from_numpy(staging).view(target.dtype).view(target.shape))
+        hasher.update(raw_bytes(target.cpu().contiguous()).data)
 
 
-def _unpack(target: Tensor, source: np.ndarray, hasher: xxhash.xxh3_128) -> None:
-    """Overwrite the tensor with these bytes, of its dtype and shape (it may be read-only memory), and hash what it holds then."""
-    if _plain(target):
-        hashed_copy(_bytes(target), source, hasher)
-    else:
-        target.copy_(torch.from_numpy(source.copy()).view(target.dtype).view(target.shape))
-        hasher.update(_bytes(target.cpu().contiguous()).data)
-
-
-def _plain(tensor: Tensor) -> bool:
+def plain(tensor: Tensor) -> bool:
     """Whether its bytes lie in main memory as they are sent."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def _bytes(tensor: Tensor) -> np.ndarray:
+def raw_bytes(tensor: Tensor) -> np.ndarray:
     """uint8 view of a contiguous CPU tensor's memory."""
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
@@ -237,5 +231,5 @@ def _difference(ours: ManifestEntry | None, theirs: ManifestEntry | None) -> str
     return None
 
 
-def _version(manifest: Manifest) -> str:
+def name_of(manifest: Manifest) -> str:
     return f"{manifest.incarnation}.{manifest.version}"
