@@ -8,9 +8,12 @@ sees them: pack and hash | publish, offer | copy and hash of the engine's own co
 sides do not disturb each other.
 
 After each sync, while both processes rest, this process copies the slot just read into the other one: in one call (the bound: memcpy),
-with the loop of the shipped code without its hash, with its hash, and it hashes the slot. Shares are medians of the rounds' own ratios.
+with the loop of the shipped code without its hash, with its hash, and it hashes the slot. With transport `files` it writes as many bytes
+into a new file beside the others, syncs it to disk, and reads the file just read: in the shipped code's chunks, without a hash. Shares are
+medians of the rounds' own ratios.
 
     share of memcpy = seconds of memcpy / seconds of what moved the same bytes
+    share of the bound = (2 x memcpy, or write + read) / whole sync
 
 At last the engine decodes a full batch while versions come in: its stall is what it reports as `weight_sync_s`, a decode step is the
 median tick between two syncs.
@@ -19,6 +22,7 @@ median tick between two syncs.
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import tempfile
 import time
@@ -32,10 +36,12 @@ import xxhash
 from bench import Report, paired_ratio, paired_ratios, spread, start
 from weight_sync_pair import Pair, Sync
 
+from slipstream.controller.run_folder import file_system
 from slipstream.launch.framing import private_directory
-from slipstream.weight_sync.hashed_copy import hashed_copy
+from slipstream.weight_sync.hashed_copy import CHUNK_BYTES, NoHash, hashed_copy
 
 FIRST_USES = 2  # slots; the third one is only used by a trainer that is ahead of its engine
+BOUND = {"shared memory": ("memcpy", "memcpy"), "files": ("write", "read")}  # the parts that a whole sync cannot do without
 TICKS = 3  # of decoding between two syncs
 SHARE_WANTED = 0.7
 TOTAL_WANTED_MS = 100.0
@@ -60,11 +66,17 @@ class Setting:
 
 
 SETTINGS = {
-    True: (Setting("135M", "bfloat16", syncs=10, under_load=6), Setting("135M", "float32", syncs=7, under_load=4)),
+    True: (
+        Setting("135M", "bfloat16", syncs=10, under_load=6),
+        Setting("135M", "float32", syncs=7, under_load=4),
+        Setting("135M", "bfloat16", "files", syncs=7, under_load=3),
+    ),
     False: (
         Setting("135M", "bfloat16", syncs=30, under_load=15),
         Setting("135M", "float32", syncs=20, under_load=15),
         Setting("1B", "bfloat16", syncs=10),
+        Setting("135M", "bfloat16", "files", syncs=20, under_load=10),
+        Setting("1B", "bfloat16", "files", syncs=5),
     ),
 }
 
@@ -76,7 +88,7 @@ class Measured:
     num_bytes: int = 0
     first: list[Sync] = field(default_factory=list)  # into a slot that was never used
     steady: list[Sync] = field(default_factory=list)
-    parts: list[dict[str, float]] = field(default_factory=list)  # seconds of `memory_ways`, after each of `steady`
+    parts: list[dict[str, float]] = field(default_factory=list)  # seconds of `memory_ways` or `file_ways`, after each of `steady`
     loaded: list[Sync] = field(default_factory=list)
     tick_s: list[float] = field(default_factory=list)  # of each round of `loaded`
     memory_gib: float = 0.0
@@ -96,7 +108,7 @@ async def measure(setting: Setting) -> Measured:
             out.first += [await pair.one_sync() for _ in range(1, FIRST_USES)]
             for turn in range(-FIRST_USES, setting.syncs):
                 sync = await pair.one_sync()
-                seconds = timed(memory_ways(*pair.source_and_target()), turn)
+                seconds = timed(ways(setting, pair), turn)
                 if turn >= 0:  # before, this process touches the slots' pages for the first time
                     out.steady.append(sync)
                     out.parts.append(seconds)
@@ -120,11 +132,11 @@ async def load_round(pair: Pair, out: Measured) -> None:
 # ---- the bound -------------------------------------------------------------------------------------------------------------------
 
 
-class NoHash:
-    """In the place of a hash, to time the copy alone."""
-
-    def update(self, data: memoryview, /) -> None:
-        pass
+def ways(setting: Setting, pair: Pair) -> dict[str, Callable[[], Any]]:
+    """What the setting's syncs are held against."""
+    if setting.transport == "files":
+        return file_ways(*pair.newest_and_spare(), pair.buffer())
+    return memory_ways(*pair.source_and_target())
 
 
 def memory_ways(source: np.ndarray, target: np.ndarray) -> dict[str, Callable[[], Any]]:
@@ -135,6 +147,27 @@ def memory_ways(source: np.ndarray, target: np.ndarray) -> dict[str, Callable[[]
         "copy and hash": lambda: hashed_copy(target, source, xxhash.xxh3_128()),
         "hash": lambda: xxhash.xxh3_128(source.data).digest(),
     }
+
+
+def file_ways(newest: Path, spare: Path, data: np.ndarray) -> dict[str, Callable[[], Any]]:
+    """Writing uint8[n] into a file and onto the disk, and reading as many bytes of one that was just written."""
+    return {"write": lambda: write_file(spare, data), "read": lambda: read_file(newest, data)}
+
+
+def write_file(path: Path, data: np.ndarray) -> None:
+    """As the publisher: the old file goes, the new one is on disk at the end."""
+    path.unlink(missing_ok=True)
+    with open(path, "wb") as file:
+        for at in range(0, len(data), CHUNK_BYTES):
+            file.write(data[at : at + CHUNK_BYTES].data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_file(path: Path, target: np.ndarray) -> None:
+    with open(path, "rb") as file:
+        for at in range(0, len(target), CHUNK_BYTES):
+            file.readinto(target[at : at + CHUNK_BYTES].data)
 
 
 def timed(ways: dict[str, Callable[[], Any]], turn: int) -> dict[str, float]:
@@ -174,14 +207,17 @@ def report_syncs(report: Report, results: dict[Setting, Measured]) -> None:
             "weights",
             "transport",
             "MB",
-            "trainer: pack, hash",
-            "engine: copy, hash",
+            "trainer",
+            "engine",
             "whole sync",
-            "bound: 2 x memcpy",
+            "bound",
+            "share of it",
             "first use of a slot",
         ),
-        note="Median [least, most]. Engine: its stall. Whole sync: both, and the messages. First use: the whole sync into a slot whose "
-        "memory is still to be reserved; of each slot once a run.",
+        note="Median [least, most]. Trainer: packs or writes, and hashes. Engine: copies or reads, and hashes; its stall. Whole sync: "
+        "both, and the messages. Bound of shared memory: 2 x memcpy. Bound of files, on "
+        f"{file_system(Path(tempfile.gettempdir())) or 'this disk'}: as many bytes written with fsync and read without a hash; they are "
+        "read from the page cache, as on one machine. First use: the whole sync into a slot whose memory is still to be made.",
     )
     for setting, m in results.items():
         table.rows.append(
@@ -192,7 +228,8 @@ def report_syncs(report: Report, results: dict[Setting, Measured]) -> None:
                 milliseconds(m.steady, "trainer_s"),
                 milliseconds(m.steady, "stall_s"),
                 milliseconds(m.steady, "total_s"),
-                f"{2e3 * statistics.median(part(m, 'memcpy')):.0f}",
+                f"{1e3 * statistics.median(bound := part(m, *BOUND[setting.transport])):.0f}",
+                f"{share(bound, [sync.total_s for sync in m.steady]):.2f}",
                 milliseconds(m.first, "total_s"),
             )
         )
@@ -216,6 +253,8 @@ def report_shares(report: Report, results: dict[Setting, Measured]) -> None:
         "moves them twice: where memory alone counts, a copy with a checksum of itself by one thread comes to two thirds of memcpy.",
     )
     for setting, m in results.items():
+        if setting.transport != "shared memory":
+            continue
         rates = [m.num_bytes / statistics.median(part(m, name)) / 1e9 for name in gigabytes]
         memcpy = part(m, "memcpy")
         shares = (
@@ -230,7 +269,7 @@ def report_shares(report: Report, results: dict[Setting, Measured]) -> None:
 def report_stalls(report: Report, results: dict[Setting, Measured]) -> None:
     table = report.table(
         "The engine's stall while it decodes 32 sequences, one thread",
-        ("weights", "stall, ms", "decode step, ms", "stall in decode steps", "whole sync, ms"),
+        ("weights", "transport", "stall, ms", "decode step, ms", "stall in decode steps", "whole sync, ms"),
         note="The stall in decode steps is the median of the rounds' own ratios. The whole sync waits for the step under way.",
     )
     for setting, m in results.items():
@@ -238,12 +277,13 @@ def report_stalls(report: Report, results: dict[Setting, Measured]) -> None:
             stalls = [sync.stall_s for sync in m.loaded]
             ticks = spread([1e3 * tick for tick in m.tick_s])
             ratio = paired_ratio(stalls, m.tick_s)
-            table.rows.append((setting.name, milliseconds(m.loaded, "stall_s"), ticks, f"{ratio:.2f}", milliseconds(m.loaded, "total_s")))
+            total = milliseconds(m.loaded, "total_s")
+            table.rows.append((setting.name, setting.transport, milliseconds(m.loaded, "stall_s"), ticks, f"{ratio:.2f}", total))
 
 
 def report_targets(report: Report, results: dict[Setting, Measured]) -> None:
     for setting, m in results.items():
-        if setting.layout == "135M":
+        if setting.layout == "135M" and setting.transport == "shared memory":
             if setting.dtype == "bfloat16":
                 total_ms = [1e3 * sync.total_s for sync in m.steady]
                 report.at_most(

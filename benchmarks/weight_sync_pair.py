@@ -28,10 +28,16 @@ from slipstream.launch.wire import Server, serve
 from slipstream.protocols import Manifest
 from slipstream.types import Batch, EngineReport
 from slipstream.weight_sync.memory import MemoryFile
+from slipstream.weight_sync.weight_directory import WeightDirectory
 
 T = TypeVar("T")
 ROLES = ("trainer", "engine")
 DEADLINE_S = 150.0  # for the next thing to happen, imports and model included
+
+
+def weight_directory(run_folder: str | Path) -> WeightDirectory:
+    """Where transport `files` puts its files."""
+    return WeightDirectory(Path(run_folder) / "weights", "benchmark")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ class Watched:
         self._began = self._published = 0.0
         self.ticks: asyncio.Queue[float] = asyncio.Queue()
         self.num_bytes = 0
-        self.slot = 0  # that holds the newest version
+        self.slot, self.newest = 0, ""  # the slot that holds the newest version, and its name
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._controller, name)
@@ -77,6 +83,7 @@ class Watched:
 
     async def publish(self, slot: int, manifest: Manifest) -> None:
         self._published, self.num_bytes, self.slot = time.perf_counter(), manifest.total_bytes, slot
+        self.newest = f"{manifest.incarnation}.{manifest.version}"
         await self._controller.publish(slot, manifest)
 
     async def confirm_weights(self, slot: int, report: EngineReport) -> None:
@@ -100,6 +107,9 @@ class Pair:
         self._worker = Groups(self._run, config, mean_tokens=16)
         self._working: asyncio.Task[None] | None = None
         self.slots = [MemoryFile.create(f"weights-{i}") for i in range(self._run.core.broker.num_slots)]
+        self.directory = weight_directory(folder)
+        self.directory.prepare()
+        self._buffer = np.empty(0, np.uint8)
         self.controller = Watched(self._run)
         self._server: Server | None = None
         self._processes: list[RoleProcess] = []
@@ -151,6 +161,16 @@ class Pair:
         """The slot of the newest version, and the one that the trainer will write next: nobody uses either while both roles rest."""
         num_bytes, following = self.controller.num_bytes, self._run.core.begin_write()
         return self.slots[self.controller.slot].map()[:num_bytes], self.slots[following].map(writable=True)[:num_bytes]
+
+    def newest_and_spare(self) -> tuple[Path, Path]:
+        """With transport `files`: the file of the newest version, and a name beside it that nobody uses."""
+        return self.directory.path / f"{self.controller.newest}.safetensors", self.directory.path / "spare"
+
+    def buffer(self) -> np.ndarray:
+        """Memory for as many bytes as a version has, every page of it used before."""
+        if len(self._buffer) != self.controller.num_bytes:
+            self._buffer = np.ones(self.controller.num_bytes, np.uint8)
+        return self._buffer
 
     async def close(self) -> None:
         for process in self._processes:

@@ -20,17 +20,19 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
+from weight_sync_pair import weight_directory
 
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.engines.embedded.loop import run_engine
-from slipstream.launch.assemble import EngineWeights
 from slipstream.launch.processes import Child, child_setup
 from slipstream.launch.role import controller_socket
 from slipstream.launch.wire import RemoteController, connect
 from slipstream.protocols import WeightsOffer
 from slipstream.trainer.loop import Publisher as PublisherAPI
 from slipstream.types import Frame, GenerateRequest, Purpose, Sampling, StepReport
-from slipstream.weight_sync.packing import Publisher
+from slipstream.weight_sync.files import FilePublisher, FileWeights
+from slipstream.weight_sync.shared_memory import MemoryPublisher, MemoryWeights
+from slipstream.weight_sync.slots import slots_for
 
 LAYOUTS = {
     "135M": {  # SmolLM2-135M
@@ -53,6 +55,7 @@ LAYOUTS = {
 BATCH = 32
 PROMPT_TOKENS = 52
 NEW_TOKENS = 128  # then the batch starts anew
+NUM_SLOTS = slots_for(1)
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -74,7 +77,12 @@ class Transport:
 
 TRANSPORTS = {
     "shared memory": Transport(
-        lambda model, child: Publisher(model, child.slots, model.dtype), lambda engine, child: EngineWeights(engine, child.slots)
+        lambda model, child: MemoryPublisher(model, child.slots, model.dtype),
+        lambda engine, child: MemoryWeights(engine.model, child.slots),
+    ),
+    "files": Transport(
+        lambda model, child: FilePublisher(model, weight_directory(child.spec.run_folder), NUM_SLOTS, model.dtype),
+        lambda engine, child: FileWeights(engine.model, weight_directory(child.spec.run_folder)),
     ),
 }
 

@@ -45,6 +45,16 @@ def test_the_ways_move_all_bytes():
         assert np.array_equal(target, source) == (name != "hash"), name
 
 
+def test_the_ways_of_files_move_all_bytes(tmp_path):
+    written = np.random.default_rng(0).integers(1, 256, 1_000_003, dtype=np.uint8)
+    weight_sync.file_ways(tmp_path / "newest", tmp_path / "spare", written)["write"]()
+    for _ in range(2):  # into a new file, and in the place of an old one
+        read = np.zeros_like(written)
+        weight_sync.file_ways(tmp_path / "spare", tmp_path / "other", read)["read"]()
+        assert np.array_equal(read, written)
+        weight_sync.write_file(tmp_path / "spare", written)
+
+
 def test_a_sync_is_both_sides():
     assert pair.Sync(trainer_s=1.0, engine_s=2.0, stall_s=1.5).total_s == 3.0
 
@@ -52,7 +62,7 @@ def test_a_sync_is_both_sides():
 def test_settings_name_what_the_roles_know():
     for setting in (*weight_sync.SETTINGS[True], *weight_sync.SETTINGS[False]):
         case = roles.msgspec.convert(setting.options(), roles.Case, strict=False)
-        assert case.layout in roles.LAYOUTS and case.transport in roles.TRANSPORTS
+        assert case.layout in roles.LAYOUTS and case.transport in roles.TRANSPORTS and case.transport in weight_sync.BOUND
         assert case.decode_from == 2 * weight_sync.FIRST_USES + setting.syncs - 1, "the last version before those under load"
 
 
