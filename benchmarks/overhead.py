@@ -2,12 +2,14 @@
 
     python benchmarks/overhead.py [--short] [--json PATH] [--folder DIR]
 
-Every run has the real controller, the real ledger on disk with the settings that ship (each 64 sampled tokens, each finished group, batch
-and step durable before the call returns), the run's files, and roles that do no work (`free_roles.py`). Rollouts have 512 tokens in the
-mean, evenly from 256 to 767, in groups of 8; as many are in flight as S = 1 admits: (S+1) P groups. Each run is a process of its own.
+Every run has the real controller, the real ledger on disk with the settings that ship (each finished group, batch and step durable before
+the call returns, the tokens of running rollouts within a second), the run's files, and roles that do no work (`free_roles.py`). Rollouts
+have 512 tokens in the mean, evenly from 256 to 767, in groups of 8; as many are in flight as S = 1 admits: (S+1) P groups. Each run is a
+process of its own.
 
     control   groups are admitted, their tokens recorded 64 at a time, and handed back whole; nobody looks at single tokens. Each chunk
-              is recorded at its own turn of a virtual clock, as a real engine spreads them: only what falls due together shares a commit
+              is recorded at its own turn of a virtual clock of 50 turns a second, as a real engine spreads them: only what falls due in
+              the same one of its seconds, or with a finished group, shares a commit
     worker    the same groups through the real rollout worker, its engine client and one frame per tick, with one token per live rollout
 
 The cost is CPU time, user and system, of all processes, without what the stand-ins took themselves (printed). It holds everything from
@@ -218,8 +220,8 @@ def bounds_table(report: Report, folder: str) -> None:
         ("decoding 512 tokens with builtin:tiny's tokenizer (not in any figure here)", f"{tokenizer_us():.0f}"),
     ]
     table.note = (
-        f"The ledger lies on {file_system(Path(folder).resolve())}. With few rollouts in flight nearly every chunk of 64 tokens falls due "
-        "alone and pays a commit of its own; commits times their cost is then most of a rollout's: the price of durability."
+        f"The ledger lies on {file_system(Path(folder).resolve())}. With few rollouts in flight few of them share a commit, a call, a turn "
+        "of the event loop, and the fixed cost of a step, which then has a single group."
     )
     report.data["bounds"] = {"floor_us": floor, "bytes_per_rollout": num_bytes, "commit_cpu_us": cpu, "commit_wall_us": wall}
 

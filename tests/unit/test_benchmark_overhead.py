@@ -106,6 +106,12 @@ def test_the_free_engine_gives_every_request_its_own_number_of_tokens() -> None:
     assert engine.handle(requests[0].key) is None
 
 
+def test_a_commit_stands_for_a_second_of_the_virtual_clock() -> None:
+    runs = load("measured_runs")
+    assert runs.calls_per_second(runs.Spec(16, 1)) == pytest.approx(50 * 2 * (12 + 7) / 768)  # two groups: 12 chunks, 7 more ends
+    assert runs.calls_per_second(runs.Spec(10_000, 1)) == 50, "calls of one turn are one"
+
+
 def request(group_id: int, sample: int, min_version: int) -> GenerateRequest:
     return GenerateRequest(
         group_id=group_id,
