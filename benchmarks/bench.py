@@ -68,7 +68,7 @@ class Target:
         return f"{'reached' if self.reached else missed}{', within the scatter' if self.scattered else ''}"
 
     def text(self) -> str:
-        return f"{self.verdict('MISSED ')}  {self.what}: {self.measured} (wanted {self.wanted})"
+        return f"{self.verdict('MISSED'):7}  {self.what}: {self.measured} (wanted {self.wanted})"
 
 
 @dataclass(slots=True)
