@@ -182,9 +182,9 @@ def timed(ways: dict[str, Callable[[], Any]], turn: int) -> dict[str, float]:
     return seconds
 
 
-def share(bound: Sequence[float], measured: Sequence[float]) -> str:
+def share(bound: Sequence[float], measured: Sequence[float]) -> float:
     """Median over rounds of bound / measured seconds: 1 is as fast as the bound."""
-    return f"{paired_ratio(bound, measured):.2f}"
+    return paired_ratio(bound, measured)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def report_shares(report: Report, results: dict[Setting, Measured]) -> None:
             share(part(m, "memcpy", "hash"), part(m, "copy and hash")),
             share(memcpy, [sync.stall_s for sync in m.steady]),
         )
-        table.rows.append((setting.name, *(f"{rate:.3g}" for rate in rates), *shares))
+        table.rows.append((setting.name, *(f"{rate:.3g}" for rate in rates), *(f"{value:.2f}" for value in shares)))
 
 
 def report_stalls(report: Report, results: dict[Setting, Measured]) -> None:

@@ -20,7 +20,7 @@ roles: Any = importlib.import_module("weight_sync_roles")
 
 
 def test_a_share_is_of_the_rounds_own_bound():
-    assert weight_sync.share([1.0, 2.0, 30.0], [2.0, 4.0, 60.0]) == "0.50"
+    assert weight_sync.share([1.0, 2.0, 30.0], [2.0, 4.0, 60.0]) == 0.5
 
 
 def test_sums_are_within_a_round():
