@@ -159,13 +159,17 @@ class LiveRun:
         self._notice()
         return value
 
-    def freeze(self, role: str, moment: Callable[[], bool]) -> int:
-        """Stop the role's process (SIGSTOP) at a moment that still holds once it is stopped; its pid."""
+    def freeze(self, role: str, moment: Callable[[], bool], lag_s: float = 0.0) -> int:
+        """Stop the role's process (SIGSTOP) at a moment that still holds once it is stopped; its pid.
+
+        `lag_s`: by how much what the moment looks at may be late.
+        """
         pid = self.role(role)
         while True:
             self.until(moment)
             os.kill(pid, signal.SIGSTOP)
             self.until(lambda: _stat(pid)[0] == "T")
+            time.sleep(lag_s)
             if moment():
                 return pid
             os.kill(pid, signal.SIGCONT)

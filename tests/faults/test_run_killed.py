@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from slipstream.controller import events as ev
 from slipstream.controller.accounts import check_accounts
 from slipstream.controller.admission import default_window, worst_staleness
+from slipstream.controller.controller import COMMIT_WITHIN_S
 from slipstream.controller.ledger import LedgerReader
 from slipstream.types import Group, Span
 
@@ -105,7 +106,11 @@ def stop_with_half_generated_rollouts(run: LiveRun) -> None:
     The engine stands still from a moment on where a group has rollouts that ended and others that go on, until the latter's tokens are
     recorded: the machine may be so slow that they would be over by then.
     """
-    pid = run.freeze("engine", lambda: any(0 < len(samples) < GROUP_SIZE for samples in run.recorded().values()))
+
+    def half_recorded() -> bool:
+        return any(0 < len(samples) < GROUP_SIZE for samples in run.recorded().values())
+
+    pid = run.freeze("engine", half_recorded, lag_s=2 * COMMIT_WITHIN_S)
     run.process.send_signal(signal.SIGTERM)
     run.until(lambda: any(chunk.stop_reason is None for samples in run.recorded().values() for chunk in samples))
     os.kill(pid, signal.SIGCONT)
