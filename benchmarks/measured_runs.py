@@ -338,7 +338,8 @@ async def _rollout_role(spec: Spec, controller: ControllerAPI, folder: str, chec
             groups = Groups(controller, spec.config, spec.tokens)
             await groups.run()
             return groups.seconds
-        engine = await engine_socket.connect(engine_socket.socket_path(folder, await controller.next_engine()))
+        (engine_id,) = await controller.next_engines({})
+        engine = await engine_socket.connect(engine_socket.socket_path(folder, engine_id))
         await _worker(spec, controller, engine).run()
         await engine.close()
         return 0.0

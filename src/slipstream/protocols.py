@@ -2,7 +2,7 @@
 
 Who talks to whom (arrows: who calls):
 
-    rollout worker ──► controller   admit, progress, interrupted, finish_group, finish_evaluation, next_engine, note
+    rollout worker ──► controller   admit, progress, interrupted, finish_group, finish_evaluation, evaluation_lost, next_engines, note
     trainer        ──► controller   get_batch, begin_write, publish, finish_step, commit_checkpoint
     engine         ──► controller   next_weights, confirm_weights
     rollout worker ──► engine       generate, cancel, save, free, pin, unpin
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from itertools import pairwise, repeat
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from slipstream.types import (
@@ -67,6 +68,13 @@ class WeightsOffer(Record, kw_only=True, frozen=True):
     manifest: Manifest
 
 
+class EngineInService(msgspec.Struct, kw_only=True, frozen=True):
+    """An engine that takes requests, under its id. Compared by value."""
+
+    starts: int  # how often it came into service in this incarnation: a connection to an earlier one leads nowhere
+    version: int  # confirmed in this incarnation; -1: none yet
+
+
 class CheckpointManifest(Record, kw_only=True, frozen=True):
     """What a checkpoint folder holds. Written as manifest.json inside it, last, before the folder is offered for commit."""
 
@@ -101,8 +109,12 @@ class ControllerAPI(Protocol):
 
     async def finish_evaluation(self, result: EvalResult) -> None: ...
 
-    async def next_engine(self) -> str:
-        """Wait until an engine is in service; its id, by which the launcher's sockets name it."""
+    async def evaluation_lost(self, number: int) -> None:
+        """The engine that held the evaluation's weights is gone: it is ordered again from its beginning."""
+        ...
+
+    async def next_engines(self, known: dict[str, EngineInService]) -> dict[str, EngineInService]:
+        """The engines in service, by the id that names their sockets, as soon as they or their versions differ from `known`."""
         ...
 
     async def note(self, text: str) -> None:
@@ -153,8 +165,8 @@ class Generation:
     """
 
     __slots__ = (
-        "_source", "_sources", "kept", "logprobs", "notify", "notify_at", "prefill_version", "recomputed", "routing", "start", "state",
-        "stop_reason", "token_ids",
+        "_source", "_sources", "kept", "logprobs", "notify", "notify_at", "on_engine_lost", "prefill_version", "recomputed", "routing",
+        "start", "state", "stop_reason", "token_ids",
     )  # fmt: skip
 
     def __init__(self, start: int, notify: Callable[[], None] = lambda: None):
@@ -165,6 +177,7 @@ class Generation:
         self._source: tuple[int, int, str] | None = None  # (incarnation, version, engine id) of the newest token
         self._sources: list[tuple[int, tuple[int, int, str]]] = []  # of each span: index of its first token, its source
         self.notify, self.notify_at = notify, NEVER  # called once there are so many tokens; it sets the next number
+        self.on_engine_lost: Callable[[], None] = lambda: None  # called when its engine is gone; `notify` at the next one's first token
         self.prefill_version: tuple[int, int] | None = None
         self.stop_reason: StopReason | None = None
         self.recomputed = False  # newer weights made keys and values of tokens that older ones had sampled
@@ -184,6 +197,12 @@ class Generation:
         if len(tokens) >= self.notify_at:
             self.notify_at = NEVER
             self.notify()
+
+    def engine_lost(self) -> None:
+        """Its engine is gone, and what that kept of it; another will go on from its tokens."""
+        self.state = None
+        self.notify_at = len(self.token_ids) + 1
+        self.on_engine_lost()
 
     @property
     def spans(self) -> list[Span]:

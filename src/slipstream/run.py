@@ -251,7 +251,7 @@ def _hold(held: contextlib.ExitStack, folder: RunFolder) -> RunFolder:
 
 def _broker(config: Config) -> Broker:
     lag = config.weight_sync.lag
-    return SlotBroker(slots_for(1)) if lag is None else LagBroker(lag)
+    return SlotBroker(slots_for(config.engine.replicas)) if lag is None else LagBroker(lag)
 
 
 def _item_text(config: Config, data: Data) -> Callable[[int], str]:

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import ModelError, RoleFailed, RoleHung
-from slipstream.launch.page import Page
+from slipstream.launch.page import Overdue, Page
 from slipstream.launch.processes import ChildSpec, Lifeline, child_environment
-from slipstream.launch.supervisor import LEAVE_S, SETTLE_S, Evidence, Supervisor, decide
+from slipstream.launch.supervisor import FORGIVEN_S, LEAVE_S, SETTLE_S, Evidence, Supervisor, decide
 from slipstream.launch.wire import Failure
 from slipstream.weight_sync.memory import MemoryFile
 
@@ -71,10 +71,10 @@ class Run:
 
 
 @asynccontextmanager
-async def running(folder: Path):
+async def running(folder: Path, deadline_s: float = DEADLINE_S):
     run = Run(folder)
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(deadline_s):
             yield run
     finally:
         await run.supervisor.stop(grace_s=0.0)
@@ -172,6 +172,8 @@ def evidence(role: str, since: float, **what) -> Evidence:
 
 OWN = Failure("MemoryError", "no more", "")
 LOST = Failure("PeerLost", "the engine was lost", "")
+WRONG_BYTES = Failure("WeightSyncError", "it holds other bytes than were published", "")
+NO_MODEL = Failure("ModelError", "no such model", "")
 
 
 @pytest.mark.parametrize(
@@ -190,11 +192,68 @@ LOST = Failure("PeerLost", "the engine was lost", "")
         ([evidence("trainer", 0.0, exit_code=0)], LEAVE_S - 1, None),
         ([evidence("trainer", 0.0, exit_code=0)], LEAVE_S, "trainer"),
         ([evidence("trainer", 0.0, exit_code=0), evidence("engine", 3.0, exit_code=-9)], 3.0, "engine"),
+        ([evidence("trainer", 0.0, exit_code=-9), evidence("engine", 0.0, exit_code=-9, restarts_left=3)], 0.0, "trainer"),
+        ([evidence("engine", 0.0, exit_code=-9, restarts_left=3), evidence("trainer", 1.0, exit_code=-9)], 1.0, "trainer"),
+        ([evidence("engine", 0.0, failure=WRONG_BYTES, restarts_left=3)], 0.5, "engine"),
+        ([evidence("engine", 0.0, failure=NO_MODEL, exit_code=1, restarts_left=3)], 0.5, "engine"),
     ],
 )
 def test_root_cause(found, after_s, cause):
-    culprit = decide(found, after_s).culprit
-    assert (culprit and culprit.role) == cause
+    decision = decide(found, after_s)
+    assert (decision.culprit and decision.culprit.role) == cause
+    assert cause is None or not decision.anew
+
+
+@pytest.mark.parametrize(
+    "what", [{"exit_code": -9}, {"exit_code": 1}, {"failure": OWN}, {"failure": LOST}, {"late": Overdue("e", "tick", "", 1.0)}]
+)
+def test_an_engine_that_failed_is_started_anew_at_once_while_it_may_be(what):
+    found = [evidence("engine-0", 0.0, restarts_left=1, **what), evidence("engine-1", 0.0, restarts_left=2, **what)]
+    decision = decide(found, 0.0)
+    assert decision.culprit is None and [e.role for e in decision.anew] == ["engine-0", "engine-1"]
+    found.append(evidence("rollout", 0.0, failure=LOST))  # may be an echo: waits for its cause, and no engine waits for it
+    assert [e.role for e in decide(found, 0.1).anew] == ["engine-0", "engine-1"]
+    found[0].restarts_left = 0
+    assert decide(found[:2], 10.0).culprit is found[0]
+
+
+def test_a_failed_engine_is_ended_and_started_anew_until_it_has_failed_too_often(tmp_path):
+    """First it hangs, then it dies in all ways; the last way is the run's error."""
+    bodies = iter(["os._exit(3)", "os.kill(os.getpid(), 9)", "print('out of luck'); sys.stdout.flush(); sys.exit(4)"])
+    told, gone = [], []
+
+    async def main():
+        async with running(tmp_path, 4 * DEADLINE_S) as run:
+            supervisor = run.supervisor
+            supervisor.max_restarts = lambda role: 3 if role == "engine" else 0
+            supervisor.gone = gone.append
+
+            async def anew(role, error):
+                assert supervisor.processes[role].exit_code is not None
+                told.append(str(error))
+                await run.start(role, next(bodies), wait=False)
+
+            supervisor.start_anew = anew
+            first = await run.start("engine", "child.progress.working('tick', 0.2); ready(); time.sleep(1000)")
+            with pytest.raises(RoleFailed, match="ended with exit code 4") as caught:
+                await supervisor.watch()
+            assert "out of luck" in str(caught.value)
+            assert first.exit_code == -signal.SIGKILL and f"engine (pid {first.pid}) hangs: phase 'tick'" in told[0]
+            assert "exit code 3" in told[1] and "killed by SIGKILL" in told[2] and gone == ["engine"] * 4
+
+    asyncio.run(main())
+
+
+def test_restarts_are_counted_afresh_after_a_long_life():
+    now = [FORGIVEN_S - 1]
+    memory = MemoryFile.create("page")
+    supervisor = Supervisor(Page(memory, ROLES), clock=lambda: now[0], max_restarts=lambda role: 2)
+    supervisor._started["engine"], supervisor._restarts["engine"] = 0.0, 2
+    assert supervisor._against("engine").restarts_left == 0
+    supervisor._evidence.clear()
+    now[0] = FORGIVEN_S
+    assert supervisor._against("engine").restarts_left == 2
+    memory.close()
 
 
 # ---- hang ----------------------------------------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.timeout(600)
 def test_each_role_and_the_launching_process_killed_in_turn_and_resumed(tmp_path: Path) -> None:
     """Weights travel as files, and the trainer is killed amid the writing of one."""
     file, choose, weights = run_file(tmp_path), random.Random(11), tmp_path / "run" / "weights"
-    for role in ("engine", "trainer", "rollout"):
-        with LiveRun(file, "--weight_sync.transport", "files") as run:
+    for role in ("engine-0", "trainer", "rollout"):
+        with LiveRun(file, "--weight_sync.transport", "files", "--engine.max_restarts", "0") as run:  # else it survives its engine
             after(run, choose.randint(1, 5))
             pid = run.freeze(role, lambda: any(weights.glob(".*.tmp"))) if role == "trainer" else run.role(role)
             os.kill(pid, signal.SIGKILL)
@@ -68,7 +68,7 @@ def test_killed_amid_a_checkpoint_then_damaged_stopped_hung_and_resumed(tmp_path
         assert run.message().startswith(f"trainer (pid {pid}) hangs: phase 'step' is ") and "it owes batch" in run.message()
     with LiveRun(file, "--run.stop_grace_s", "60") as run:
         after(run, 1)
-        run.freeze("engine", lambda: run.state("engine").phase == "tick")  # so that the first signal cannot end the run
+        run.freeze("engine-0", lambda: run.state("engine-0").phase == "tick")  # so that the first signal cannot end the run
         run.process.send_signal(signal.SIGINT)
         run.until(lambda: "Ctrl-C again stops at once" in run.output)
         run.process.send_signal(signal.SIGTERM)
@@ -110,7 +110,7 @@ def stop_with_half_generated_rollouts(run: LiveRun) -> None:
     def half_recorded() -> bool:
         return any(0 < len(samples) < GROUP_SIZE for samples in run.recorded().values())
 
-    pid = run.freeze("engine", half_recorded, lag_s=2 * COMMIT_WITHIN_S)
+    pid = run.freeze("engine-0", half_recorded, lag_s=2 * COMMIT_WITHIN_S)
     run.process.send_signal(signal.SIGTERM)
     run.until(lambda: any(chunk.stop_reason is None for samples in run.recorded().values() for chunk in samples))
     os.kill(pid, signal.SIGCONT)

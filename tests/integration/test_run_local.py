@@ -33,6 +33,7 @@ def test_a_run_of_processes_is_accounted_for_replays_and_leaves_nothing(tmp_path
     (temporary := tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     settings = tables(tmp_path / "run", launch="local", trainer={"steps": STEPS}, checkpoint={"every": 3, "keep": 3})
+    settings["engine"]["replicas"] = 2
     loaded = load_config([run_file(tmp_path, settings)])
     before = Held.now(temporary)
     local = LocalRun(tmp_path / "run", loaded.config, train(loaded))
@@ -47,6 +48,8 @@ def is_accounted_for_and_bounded(local: LocalRun) -> None:
     assert len(story.batches) == STEPS == metrics["steps"] and story.account.counts == {"trained": STEPS * 2}
     ages = [step - version for step, versions in sampled_with(story).items() for version in versions]
     assert 0 <= min(ages) and max(ages) <= metrics["staleness_bound"]
+    groups = [group for batch in recorded_batches(local.folder).values() for group in batch.groups]
+    assert {s.engine_id for g in groups for r in g.rollouts for s in r.spans} == {"engine-0", "engine-1"}
     assert metrics["staleness_mean"] > 0, "the run was not asynchronous"
 
 

@@ -103,6 +103,7 @@ class FakeController:
         self.chunks: list[PrefixChunk] = []
         self.groups: list[Group] = []
         self.results: list[EvalResult] = []
+        self.lost_evaluations: list[int] = []
         self.stopping = False
         self.interruptions: list[tuple[int, int, int, int]] = []  # (group_id, sample, attempt, num_tokens)
         self.max_interrupts = 8
@@ -145,6 +146,11 @@ class FakeController:
     async def finish_evaluation(self, result: EvalResult) -> None:
         async with self.changed:
             self.results.append(result)
+            self.changed.notify_all()
+
+    async def evaluation_lost(self, number: int) -> None:
+        async with self.changed:
+            self.lost_evaluations.append(number)
             self.changed.notify_all()
 
     async def until(self, what: Callable[[], Any]) -> None:

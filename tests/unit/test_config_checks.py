@@ -64,6 +64,7 @@ def make(**tables: Any) -> Config:
         ({"weight_sync": {"directory": "w"}}, ('directory = "w"', '"shared_memory", which writes no files', 'transport = "files"')),
         ({"run": {"deterministic": True}}, ("deterministic", 'launch = "inline"')),
         ({"weight_sync": {"lag": 1}}, ("lag = 1", 'launch = "inline"')),
+        (INLINE | {"engine": {"replicas": 2}}, ("replicas = 2", 'launch = "inline"', 'launch = "local"')),
         (INLINE | {"weight_sync": {"lag": 2}}, ("lag = 2", "max_staleness = 1", "use max_staleness = 2")),
         (INLINE | {"weight_sync": {"lag": 0}}, ("lag = 0", "max_staleness = 1", "use max_staleness = 0")),
         (INLINE | {"weight_sync": {"lag": 1}, "run": {"deterministic": True}}, ("lag = 1", "deterministic")),

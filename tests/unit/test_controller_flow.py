@@ -18,12 +18,18 @@ from slipstream.controller.run_folder import RunFolder
 from slipstream.errors import DeadlineExceeded, LedgerError, RunFailed, RunFolderError, StalenessError, WeightSyncError
 from slipstream.launch import wire
 from slipstream.observe.summary import summarize
-from slipstream.types import EngineReport, StepReport, StopReason
+from slipstream.protocols import EngineInService
+from slipstream.types import EngineReport, EvalItem, EvalResult, StepReport, StopReason
 
 
 @pytest.fixture
 def folder(tmp_path):
     return RunFolder.create("t", tmp_path / "run")
+
+
+def evaluated(number: int, version: int) -> EvalResult:
+    item = EvalItem(row=0, rewards=(1.0,), completions=("a",), num_tokens=(1,))
+    return EvalResult(number=number, incarnation=1, version=version, checksum=checksum(1, version), items=(item,), duration_s=1.0)
 
 
 def run(main) -> None:
@@ -386,6 +392,57 @@ def test_an_engine_that_is_gone_gives_its_lease_to_the_next_one(folder):
         controller.engine_gone("e0", "it died")
         assert "e0" not in controller.core.state.engines
         assert (await controller.next_weights("e1", 1, -1)).manifest.version == 0
+        controller.close()
+
+    run(main())
+
+
+def test_whoever_follows_the_engines_hears_of_every_change_of_them(folder):
+    async def main():
+        controller = start(folder, config())
+        await publish(controller, 0)
+
+        async def heard(known):
+            async with asyncio.timeout(5):
+                return await controller.next_engines(known)
+
+        waiting = asyncio.create_task(heard({}))
+        offer = await controller.next_weights("e0", 1, -1)
+        engines = await waiting
+        assert engines == {"e0": EngineInService(starts=1, version=-1)}
+        waiting = asyncio.create_task(heard(engines))
+        await asyncio.sleep(0)
+        manifest = offer.manifest
+        report = EngineReport(engine_id="e0", incarnation=1, version=0, checksum=manifest.checksum)
+        await controller.confirm_weights(offer.slot, report)
+        engines = await waiting
+        assert engines == {"e0": EngineInService(starts=1, version=0)}
+        waiting = asyncio.create_task(heard(engines))
+        await asyncio.sleep(0)
+        controller.engine_gone("e0", "it died")
+        await controller.next_weights("e0", 1, -1)  # and is back, before anybody has looked
+        assert await waiting == {"e0": EngineInService(starts=2, version=-1)}
+        controller.close()
+
+    run(main())
+
+
+def test_an_evaluation_whose_engine_died_is_ordered_again_and_one_of_an_older_version_does_not_count(folder):
+    async def main():
+        controller = start(folder, config(evaluation={"every": 1}))
+        await publish(controller, 0)
+        await serve_engine(controller)
+        first = (await controller.admit(0)).evaluation
+        await controller.evaluation_lost(first.number + 7)  # none of ours
+        assert controller.core.state.evaluations.running.number == first.number
+        await controller.evaluation_lost(first.number)
+        again = (await controller.admit(0)).evaluation
+        assert again.number == first.number + 1
+        await controller.finish_evaluation(evaluated(again.number, version=-1))
+        third = (await controller.admit(0)).evaluation
+        assert third.number == again.number + 1
+        await controller.finish_evaluation(evaluated(third.number, version=0))
+        assert controller.core.state.evaluations.handled == {0: 0}
         controller.close()
 
     run(main())

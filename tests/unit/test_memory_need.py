@@ -72,6 +72,16 @@ def test_bfloat16_adds_masters_and_halves_the_rest():
     assert parts["trainer"] > (2 + 4 + 8 + 4) * 1_000_000
 
 
+def test_replicas_count_with_their_processes_and_slots_and_one_of_them_holds_the_pinned_copy():
+    def need(replicas, **more):
+        return memory_need(Config(engine=EngineSettings(slots=8, replicas=replicas), **more), SIZE).parts
+
+    evaluated = {"data": DataSettings(eval="builtin:sort_digits:eval")}
+    one, three = need(1), need(3)
+    assert three["engine"] == 3 * one["engine"] and need(3, **evaluated)["engine"] == 4 * one["engine"]
+    assert three["weight sync"] == 5 * 4_000_000 and three["processes"] == 5 * one["processes"] // 3
+
+
 @pytest.mark.parametrize(("lag", "slots"), [(None, 3), (0, 3), (4, 7)])
 def test_weight_slots_are_those_that_the_broker_hands_out(lag, slots):
     settings = {"launch": "inline", "buffer": {"max_staleness": lag or 0}, "weight_sync": {"lag": lag}}

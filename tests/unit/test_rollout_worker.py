@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from rollout_fakes import END, CharTokenizer, FakeController, FakeEngine, assignment, config, ids_of
 
-from slipstream.errors import ConfigError, DeadlineExceeded, PeerLost, ScoringError
+from slipstream.errors import ConfigError, DeadlineExceeded, PeerLost, RunFailed, ScoringError
 from slipstream.protocols import EnvironmentReply, Message
 from slipstream.rollout.external import TickedCalls
 from slipstream.rollout.prefixes import PREFIX_CHUNK_TOKENS
@@ -561,14 +561,40 @@ def test_an_evaluation_past_its_deadline_reports_what_it_has():
 
 
 def test_an_evaluation_that_breaks_unpins_and_ends_the_run_with_its_error():
-    async def lost(request, index):
-        raise PeerLost("gone")
+    async def breaks(request, index):
+        raise RunFailed("not finite")
 
     engine = FakeEngine(say("ok"))
-    engine.before_token = lost
-    with pytest.raises(PeerLost, match="gone"):
+    engine.before_token = breaks
+    with pytest.raises(RunFailed, match="not finite"):
         evaluate(engine, config(), eval_task())
     assert engine.unpins == 1
+
+
+def test_an_evaluation_whose_engine_died_is_reported_as_lost_and_may_be_ordered_again():
+    async def main():
+        dead = True
+
+        async def lost(request, index):
+            if dead:
+                raise PeerLost("engine-0 was lost")
+
+        engine = FakeEngine(say("ok"))
+        engine.before_token = lost
+        controller = FakeController(evaluations=[eval_task()])
+        worker = make_worker(controller, engine, config())
+        running = asyncio.create_task(worker.run())
+        await controller.until(lambda: controller.lost_evaluations)
+        assert controller.lost_evaluations == [eval_task().number] and not controller.results and engine.unpins == 1
+        dead = False
+        async with controller.changed:
+            controller.evaluations.append(eval_task())
+            controller.changed.notify_all()
+        await controller.until(lambda: controller.results)
+        await controller.stop()
+        await running
+
+    asyncio.run(main())
 
 
 def test_a_stop_cancels_an_evaluation_and_unpins():

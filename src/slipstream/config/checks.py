@@ -38,6 +38,7 @@ def check(config: Config, *, reward_given: bool, base_folder: Path) -> list[Conf
         *(Conflict(keys, text) for keys, text in loss_problems(config, reward_given=reward_given)),
         *(Conflict(keys, text) for keys, text in gate_problems(config)),
         *_deterministic(config),
+        *_replicas(config),
         *_environment(config),
         *_selection(config),
         *_thresholds(config),
@@ -78,6 +79,15 @@ def _deterministic(config: Config) -> Iterator[Conflict]:
             ("run.deterministic", "launch"),
             f'deterministic = true with launch = "{config.launch}": processes of their own swap weights and finish groups when they '
             'happen to, not at ticks of a logical clock; use launch = "inline"',
+        )
+
+
+def _replicas(config: Config) -> Iterator[Conflict]:
+    if config.engine.replicas > 1 and config.launch == "inline":
+        yield Conflict(
+            ("engine.replicas", "launch"),
+            f'replicas = {config.engine.replicas} with launch = "inline": all roles share one process there, and its engine is one; use '
+            'replicas = 1 or launch = "local"',
         )
 
 

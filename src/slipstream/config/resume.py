@@ -13,6 +13,7 @@ FREE = (
     "run.name",
     "run.folder",
     "run.stop_grace_s",
+    "engine.max_restarts",
     "reward.N.timeout_s",
     "rollout.tool_timeout_s",
     "rollout.timeout_s",
@@ -46,6 +47,7 @@ FREE = (
 # Speed and place: the same mathematics, other rounding or another order of events. A deterministic run must keep them.
 FREE_UNLESS_DETERMINISTIC = (
     "model.device",
+    "engine.replicas",
     "engine.slots",
     "engine.saved_states",
     "engine.saved_mib",

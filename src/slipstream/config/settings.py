@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+MAX_ENGINES = 16  # of one run at a time
+
 
 class Settings(BaseModel):
     """Base of every table: frozen, unknown keys refused."""
@@ -124,7 +126,16 @@ class RolloutSettings(Settings):
 
 class EngineSettings(Settings):
     type: Literal["embedded"] = Field(default="embedded", description="What generates tokens.")
-    slots: int = Field(default=32, ge=1, description="Sequences that generate at the same time.")
+    replicas: int = Field(
+        default=1, ge=1, le=MAX_ENGINES, description="Engines that generate side by side, a process each (launch = 'local')."
+    )
+    max_restarts: int = Field(
+        default=3,
+        ge=0,
+        description="How often in a row an engine that died or hangs is started anew before the run ends (launch = 'local'); counted "
+        "afresh once it has lived for half an hour.",
+    )
+    slots: int = Field(default=32, ge=1, description="Sequences that generate at the same time, on each engine.")
     max_context: int | None = Field(
         default=None, ge=16, description="Longest prompt + completion in tokens; the model's own limit (at most 4096) by default."
     )

@@ -3,6 +3,7 @@
     loop of a role      waits in                  unblocked by
     rollout worker      admit                     finish_group (a retry), get_batch, progress (stale groups give up slots, cancellations),
                                                   publish (permits), confirm_weights (slots, evaluations), finish_step, stop
+                        next_engines              confirm_weights, engine_gone
     trainer             get_batch                 finish_group, stop
     engine              next_weights              publish; under a barrier also finish_group, get_batch: the round is over
     launcher            wait_finished             finish_step, finish_evaluation, stop, fail
@@ -36,7 +37,7 @@ from slipstream.controller.run_folder import RunFolder
 from slipstream.controller.timing import MonotonicClock
 from slipstream.controller.versions import Broker
 from slipstream.errors import CheckpointError, DeadlineExceeded
-from slipstream.protocols import CheckpointManifest, Clock, Manifest, Observer, WeightsOffer
+from slipstream.protocols import CheckpointManifest, Clock, EngineInService, Manifest, Observer, WeightsOffer
 from slipstream.types import Batch, EngineReport, EvalResult, Group, PrefixChunk, StepReport, Work
 
 T = TypeVar("T")
@@ -216,8 +217,17 @@ class Controller:
         self.wake()
         await self._durable()
 
-    async def next_engine(self) -> str:
-        return await self._wait(lambda: next(iter(self.core.state.engines), None), lambda: "no engine came into service", self._quiet_s)
+    async def evaluation_lost(self, number: int) -> None:
+        self.core.evaluation_lost(number)
+        self.wake()
+        await self._durable()
+
+    async def next_engines(self, known: dict[str, EngineInService]) -> dict[str, EngineInService]:
+        def others() -> dict[str, EngineInService] | None:
+            engines = self.core.in_service()
+            return None if engines == known else engines
+
+        return await self._wait(others, lambda: f"no engine came, left or took new weights: {self.core.why_no_work()}", self._quiet_s)
 
     async def note(self, text: str) -> None:
         self.core.observer.note(text)

@@ -35,7 +35,7 @@ from slipstream.controller.thresholds import Thresholds
 from slipstream.controller.timing import StepTimes
 from slipstream.controller.versions import Broker, check_manifest, check_report
 from slipstream.errors import CheckpointError
-from slipstream.protocols import CheckpointManifest, Clock, Manifest, Observer, WeightsOffer
+from slipstream.protocols import CheckpointManifest, Clock, EngineInService, Manifest, Observer, WeightsOffer
 from slipstream.types import Batch, EngineReport, EvalResult, Group, PrefixChunk, StepReport, Work
 
 
@@ -175,6 +175,10 @@ class ControllerCore:
         self.check()
         self.evaluations.finish(result)
 
+    def evaluation_lost(self, number: int) -> None:
+        self.check()
+        self.evaluations.lost(number)
+
     def reassign_running(self) -> None:
         """The worker is gone, or starts anew at a canonical point: its groups are handed out again, its evaluation is ordered again."""
         self.intake.reassign_running()
@@ -280,10 +284,15 @@ class ControllerCore:
         self.intake.takes_weights(report.engine_id, False)
         self.delivery.synced(report.sync_s)
 
+    def in_service(self) -> dict[str, EngineInService]:
+        self.check()
+        starts = self.state.engine_starts
+        return {engine_id: EngineInService(starts=starts[engine_id], version=v) for engine_id, v in self.state.engines.items()}
+
     def engine_gone(self, engine_id: str, reason: str = "") -> None:
         self.broker.drop_engine(engine_id)
         self.intake.takes_weights(engine_id, False)
-        if engine_id in self.state.engines:
+        if engine_id in self.state.engines and self.journal.error is None:
             self.journal.record(ev.EngineRemoved(engine_id=engine_id, reason=reason))
 
     # -- for errors that name what is waited for

@@ -114,6 +114,8 @@ class EvaluationDesk:
         running = self._journal.state.evaluations.running
         if running is None or running.number != result.number:
             return
+        if result.version < running.due:  # the engine that made it due has died, and another was pinned
+            return self.abort()
         published = self._journal.ledger.version_checksum(result.incarnation, result.version)
         if published != result.checksum:
             raise WeightSyncError(
@@ -137,8 +139,14 @@ class EvaluationDesk:
         )
         self._journal.tell(lambda: self._journal.observer.evaluation(line, result))
 
+    def lost(self, number: int) -> None:
+        """The weights that this evaluation ran on are gone with their engine; nothing where it is not the running one."""
+        running = self._journal.state.evaluations.running
+        if running is not None and running.number == number:
+            self.abort()
+
     def abort(self) -> None:
-        """The worker of the running evaluation is gone: it is ordered again from its beginning."""
+        """The worker of the running evaluation, or its engine, is gone: it is ordered again from its beginning."""
         running = self._journal.state.evaluations.running
         if running is not None:
             self._journal.record(ev.EvaluationAborted(number=running.number))

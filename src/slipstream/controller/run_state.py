@@ -106,6 +106,7 @@ class RunState:
     published: dict[int, str] = field(default_factory=dict)  # version -> checksum, of this incarnation
     newest_version: dict[int, int] = field(default_factory=dict)  # incarnation -> newest version it ever published
     engines: dict[str, int] = field(default_factory=dict)  # in service -> version confirmed in this incarnation, -1 none
+    engine_starts: dict[str, int] = field(default_factory=dict)  # how often each came into service in this incarnation
     checkpoints: list[ev.Point] = field(default_factory=list)  # kept, oldest first
     evaluations: Evaluations = field(default_factory=Evaluations)
     totals: Totals = field(default_factory=Totals)

@@ -23,6 +23,7 @@ def run_started(state: RunState, event: ev.RunStarted) -> None:
     state.lowered = event.lowered
     state.published.clear()
     state.engines.clear()
+    state.engine_starts.clear()
     state.unconfirmed.clear()  # every engine of this incarnation starts at from_step or later
     state.stop_reason = None
     state.skipped_in_a_row = state.barren_in_a_row = 0

@@ -263,6 +263,7 @@ def _version_published(state: RunState, event: ev.VersionPublished) -> None:
 
 def _engine_added(state: RunState, event: ev.EngineAdded) -> None:
     state.engines[event.engine_id] = -1
+    state.engine_starts[event.engine_id] = state.engine_starts.get(event.engine_id, 0) + 1
 
 
 def _engine_removed(state: RunState, event: ev.EngineRemoved) -> None:

@@ -31,7 +31,7 @@ from slipstream.weight_sync.files import FilePublisher, FileWeights
 from slipstream.weight_sync.memory import MemoryFile
 from slipstream.weight_sync.shared_memory import MemoryPublisher, MemoryWeights
 
-ENGINE_ID = "engine-0"
+ENGINE_ID = "engine-0"  # of the only one
 
 
 def build_trainer(context: RunContext, slots: Sequence[MemoryFile]) -> tuple[Trainer, Publisher]:
@@ -61,17 +61,17 @@ def build_logprobs(config: Config) -> LogprobStage | None:
     return load_stage(config) if stage_models(config) else None
 
 
-def build_engine(config: Config, *, evaluates_only: bool = False) -> EmbeddedEngine:
+def build_engine(config: Config, engine_id: str = ENGINE_ID, *, evaluates_only: bool = False) -> EmbeddedEngine:
     """The embedded engine over a model that was proved against plain forwards. Its weights are still to come."""
     model, tokenizer, info = load_model(config.model, device=config.engine.device)
     max_context = context_limit(config, info)
     proof = probe(model, slots=config.engine.slots, max_context=max_context)
     for note in proof.notes:
-        print(f"note: {note}", file=sys.stderr)  # of an engine process: log/engine.log
+        print(f"note: {note}", file=sys.stderr)  # of an engine process: log/<its id>.log
     return EmbeddedEngine(
         model.requires_grad_(False),
         lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
-        engine_id=ENGINE_ID,
+        engine_id=engine_id,
         slots=config.engine.slots,
         max_context=max_context,
         seed=config.run.seed,

@@ -1,12 +1,13 @@
 """The local launcher: one process per role on this machine. This process is controller and supervisor, and imports no torch.
 
     this process      controller (asyncio), supervisor            ◄── signals
-      ├─ engine       forward passes                              each child: own process group, own log, threads per role,
+      ├─ engine-0 ..  forward passes                              each child: own process group, own log, threads per role,
       ├─ trainer      optimizer steps                             a lifeline to this process, a record on the progress page
       ├─ logprobs     forward passes of frozen models, where the loss asks for them
       └─ rollout      rollout worker  (in this process where reward callables are given: they cannot travel)
 
-A role that dies or hangs ends the run with its own cause (`supervisor.decide`); nothing is left running.
+An engine that dies or hangs is started anew and comes back into service with the current weights. Any other role that does, or an engine
+that does so too often, ends the run with its own cause (`supervisor.decide`). Nothing is left running.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from slipstream.config.frozen_models import stage_models
+from slipstream.config.settings import MAX_ENGINES
 from slipstream.controller.controller import Controller
 from slipstream.deadlines import CHECKPOINT_S
 from slipstream.errors import DeadlineExceeded, SlipstreamError
@@ -26,10 +28,11 @@ from slipstream.launch.page import NullProgress, Page
 from slipstream.launch.processes import ChildSpec, Lifeline
 from slipstream.launch.role import context_options, controller_socket
 from slipstream.launch.supervisor import Supervisor
-from slipstream.launch.wire import serve
+from slipstream.launch.wire import Server, serve
 from slipstream.weight_sync.memory import MemoryFile, weight_slots
 
-ROLES = ("engine", "trainer", "rollout", logprob_socket.ROLE)  # the last one only where the settings ask for it
+ENGINES = tuple(f"engine-{number}" for number in range(MAX_ENGINES))
+ROLES = (*ENGINES, "trainer", "rollout", logprob_socket.ROLE)  # of engines as many as run, of the last one where the settings ask for it
 LEAVE_MARGIN_S = 120.0  # beyond the grace: rewards under way, the last prefixes
 
 
@@ -39,7 +42,7 @@ async def run_local(context: RunContext, controller: Controller, rewards: Sequen
     with private_directory() as folder, weight_slots(transport, num_slots) as slots:
         run = LocalRun(context, controller, folder, slots)
         try:
-            server = await serve(controller, controller_socket(folder), on_failed=run.supervisor.report)
+            server = run.server = await serve(controller, controller_socket(folder), on_failed=run.supervisor.report)
             try:
                 await run.run(rewards)
             finally:
@@ -57,12 +60,20 @@ class LocalRun:
         self._lifeline = Lifeline()
         self._page_memory = MemoryFile.create("page")
         self._slots = slots
-        self.supervisor = Supervisor(Page(self._page_memory, ROLES), may_leave=self._may_leave)
+        self.supervisor = Supervisor(
+            Page(self._page_memory, ROLES),
+            may_leave=self._may_leave,
+            max_restarts=self._max_restarts,
+            gone=self._gone,
+            start_anew=self._start_anew,
+        )
+        self.server: Server | None = None
         self._own_worker: asyncio.Task[None] | None = None
 
     async def run(self, rewards: Sequence[Callable[..., Any]]) -> None:
         """Start the roles, wait for the end of the run, and let them leave."""
-        await self._start("engine", self._context.config.engine.threads)
+        for engine_id in ENGINES[: self._context.config.engine.replicas]:
+            await self._start_engine(engine_id)
         await self._start("trainer", self._context.config.trainer.threads)
         if stage_models(self._context.config):
             with logprob_socket.listen(self._folder) as listener:
@@ -85,6 +96,26 @@ class LocalRun:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _start_engine(self, engine_id: str) -> None:
+        await self._start(engine_id, self._context.config.engine.threads)
+
+    def _max_restarts(self, role: str) -> int:
+        """An engine that never came into service would fail again: it ends the run at once."""
+        was_in_service = role in ENGINES and role in self._controller.core.state.engine_starts
+        return self._context.config.engine.max_restarts if was_in_service else 0
+
+    def _gone(self, role: str) -> None:
+        """A role's process has ended: an engine's slots and lease are free at once, and what it still asked for is not answered."""
+        if role in ENGINES:
+            if self.server is not None:
+                self.server.drop(role, "its process has ended")
+            self._controller.engine_gone(role, "its process has ended")
+
+    async def _start_anew(self, role: str, error: SlipstreamError) -> None:
+        what = str(error).partition("\n")[0]
+        self._controller.core.observer.note(f"{what}. It is started anew; its rollouts go on from their tokens (log/{role}.log)")
+        await self._start_engine(role)
 
     async def _start(self, role: str, threads: int, listener: int | None = None) -> None:
         spec = ChildSpec(

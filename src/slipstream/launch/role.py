@@ -1,11 +1,11 @@
 """A role's process: `python -m slipstream.launch.role NAME`, started by `processes.spawn`.
 
-    controller socket ◄── every call ── engine | trainer | rollout worker
-    engine socket     ◄── generate, frames ── rollout worker
+    controller socket ◄── every call ── engines | trainer | rollout worker
+    engine sockets    ◄── generate, frames ── rollout worker
     logprobs socket   ◄── annotate ── rollout worker
 
 The role's own error is reported over the controller's socket before the process exits with 1. It leaves with 0 when its work is done
-(trainer, rollout worker); the engine and the logprob stage are ended from outside.
+(trainer, rollout worker); engines, whose roles are named by their ids, and the logprob stage are ended from outside.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def run_engine_role(child: Child, controller: RemoteController) -> None:
     from slipstream.launch.engine_socket import serve, socket_path
 
     context = context_of(child)
-    engine = build_engine(context.config)
+    engine = build_engine(context.config, child.spec.role)
     wake = asyncio.Event()
     server = await serve(engine, socket_path(child.spec.socket_folder, engine.engine_id), wake.set)
     load_weights = build_weights(context, engine, child.slots)
@@ -97,12 +97,21 @@ ROLES: dict[str, Callable[[Child, RemoteController], Awaitable[None]]] = {
 }
 
 
+def kind_of(role: str) -> str:
+    """What a role does, by its name.
+
+    >>> kind_of("engine-3"), kind_of("trainer")
+    ('engine', 'trainer')
+    """
+    return role.partition("-")[0]
+
+
 async def run_role(child: Child) -> int:
     """Connect, work, and report how it ended; the exit code."""
     controller = await connect(controller_socket(child.spec.socket_folder), child.spec.role)
     try:
         child.progress.working("load", LOAD_S, owed="model, tokenizer or rewards")
-        await ROLES[child.spec.role](child, controller)
+        await ROLES[kind_of(child.spec.role)](child, controller)
     except Exception as error:
         traceback.print_exc()
         controller.failed(error)

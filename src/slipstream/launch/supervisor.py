@@ -1,7 +1,7 @@
 """Holds the role processes of a run: sees at once that one died, within a second or so that one hangs, and leaves none behind.
 
     exit status (kernel) ─┐
-    role's own report ────┼──► evidence per role ──► decide ──► go on | end the run, because of this role
+    role's own report ────┼──► evidence per role ──► decide ──► go on | start these roles anew | end the run, because of this role
     progress page, judged ┘
 
 `decide` is the only place where it is chosen what a failure means for the run.
@@ -12,27 +12,29 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 from slipstream import errors
+from slipstream.deadlines import START_S
 from slipstream.errors import RoleFailed, RoleHung, SlipstreamError
 from slipstream.launch.page import Judge, Overdue, Page
 from slipstream.launch.processes import STACKS_SIGNAL, ChildSpec, RoleProcess, spawn
 from slipstream.launch.wire import Failure
 
 JUDGE_INTERVAL_S = 0.5
-START_DEADLINE_S = 120.0  # until a role's own code has written its first phase: interpreter and imports
 SETTLE_S = 2.0  # a role that only lost a peer waits this long for the peer's own cause
 REPORT_SETTLE_S = 0.3  # a role's own error may be the echo of a death whose notice is a moment behind
 LEAVE_S = 10.0  # a role that left in good order: the run must end within this time, or it left too early
 STACKS_S = 1.0  # a hung role gets this long to write its stacks
 KILL_DEADLINE_S = 5.0  # from SIGKILL to the exit status
+FORGIVEN_S = 1800.0  # a role that lived so long before it failed has its restarts counted afresh
 LOG_LINES = 20
 PEER_LOST = "PeerLost"
 FOR_PEOPLE = ("ConfigError", "DataError", "ModelError", "MemoryNeedError")  # say all by themselves: neither role nor log matter
+LASTING = (*FOR_PEOPLE, "RunFailed", "WeightSyncError")  # would come again: the settings', the model's or the accounting's fault
 
 
 @dataclass(slots=True)
@@ -44,23 +46,35 @@ class Evidence:
     late: Overdue | None = None
     failure: Failure | None = None
     exit_code: int | None = None
+    restarts_left: int = 0  # how often the role may still be started anew: engines that had been in service
+
+    @property
+    def mendable(self) -> bool:
+        """Whether another start of the role may make it good."""
+        return self.restarts_left > 0 and (self.failure is None or self.failure.kind not in LASTING)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a failure means for the run: None = nothing yet; else the run ends because of this role."""
+    """What failures mean for the run. Neither: nothing yet."""
 
-    culprit: Evidence | None = None
+    culprit: Evidence | None = None  # the run ends because of this role
+    anew: tuple[Evidence, ...] = ()  # these are started anew, and the run goes on
 
 
 def decide(evidence: Sequence[Evidence], now: float) -> Decision:
-    """Any dead or hung role ends the run. Which one is the cause: a hang before a death by signal before a role's own error before an exit
-    without a word before roles that merely lost a peer; among equals the first. A weak cause waits a moment for a stronger one."""
-    if not evidence:
-        return Decision()
-    strongest = min(evidence, key=lambda e: (_strength(e)[0], e.since))
-    first = min(e.since for e in evidence)
-    return Decision(strongest) if now - first >= _strength(strongest)[1] else Decision()
+    """An engine that died or hangs is started anew while it may be, unless its own error says that it would only fail again.
+
+    Any other dead or hung role ends the run. Which one is the cause: a hang before a death by signal before a role's own error before an
+    exit without a word before roles that merely lost a peer; among equals the first. A weak cause waits a moment for a stronger one.
+    Nobody dies of an engine's death, so what can be mended is no cause of the rest.
+    """
+    lasting = [e for e in evidence if not e.mendable]
+    if lasting:
+        strongest = min(lasting, key=lambda e: (_strength(e)[0], e.since))
+        if now - min(e.since for e in lasting) >= _strength(strongest)[1]:
+            return Decision(strongest)
+    return Decision(anew=tuple(e for e in evidence if e.mendable))
 
 
 def _strength(evidence: Evidence) -> tuple[int, float]:
@@ -76,22 +90,33 @@ def _strength(evidence: Evidence) -> tuple[int, float]:
 
 @dataclass
 class Supervisor:
-    """Starts, watches and ends the role processes of a run. `watch` runs beside the run; `stop` is called however the run ends."""
+    """Starts, watches and ends the role processes of a run. `watch` runs beside the run; `stop` is called however the run ends.
+
+    max_restarts: how often in a row a role may be started anew. gone: told of a role's end as soon as it is seen. start_anew: starts the
+    process of a role that has ended (with `start`); told what had happened.
+    """
 
     page: Page
     may_leave: Callable[[str], bool] = lambda role: False  # whether a role that exits with 0 had nothing left to do
+    max_restarts: Callable[[str], int] = lambda role: 0
+    gone: Callable[[str], None] = lambda role: None
+    start_anew: Callable[[str, SlipstreamError], Awaitable[None]] | None = None
     clock: Callable[[], float] = time.monotonic
     judge: Judge = field(default_factory=lambda: Judge(JUDGE_INTERVAL_S))
     processes: dict[str, RoleProcess] = field(default_factory=dict)
     _evidence: dict[str, Evidence] = field(default_factory=dict)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
-    _exits: list[asyncio.Task[None]] = field(default_factory=list)
+    _exits: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _started: dict[str, float] = field(default_factory=dict)  # role -> when its process was started
+    _restarts: dict[str, int] = field(default_factory=dict)  # role -> how often in a row
+    _stopping: bool = False
 
     async def start(self, spec: ChildSpec, log: Path, command: list[str] | None = None) -> RoleProcess:
         """Start a role's process and watch for its end."""
-        self.page.role(spec.role).working("start", START_DEADLINE_S)
+        self.page.role(spec.role).working("start", START_S)
         process = self.processes[spec.role] = await spawn(spec, log, command)
-        self._exits.append(asyncio.create_task(self._await_exit(process), name=f"supervisor: exit of {spec.role}"))
+        self._started[spec.role] = self.clock()
+        self._exits[spec.role] = asyncio.create_task(self._await_exit(process), name=f"supervisor: exit of {spec.role}")
         return process
 
     def report(self, role: str, failure: Failure) -> None:
@@ -109,7 +134,21 @@ class Supervisor:
             decision = decide(list(self._evidence.values()), now)
             if decision.culprit is not None:
                 raise await self._explain(decision.culprit)
+            for evidence in decision.anew:
+                await self._start_anew(evidence)
             await self._wait_for_news()
+
+    async def _start_anew(self, evidence: Evidence) -> None:
+        """End what is left of the role, and have it started once more."""
+        assert self.start_anew is not None, "a role may be started anew and nobody can"
+        role, process = evidence.role, self.processes[evidence.role]
+        error = await self._explain(evidence)
+        process.signal_group(signal.SIGKILL)
+        async with asyncio.timeout(KILL_DEADLINE_S):
+            await asyncio.shield(self._exits[role])
+        del self._evidence[role]  # with what its exit added
+        self._restarts[role] = self._restarts.get(role, 0) + 1
+        await self.start_anew(role, error)
 
     async def left(self, role: str) -> None:
         """Wait until this role's process has ended; how it ended is for `watch` to judge."""
@@ -117,6 +156,7 @@ class Supervisor:
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """End every role and what it started: SIGTERM, after the grace time SIGKILL. No process of the run is left when this returns."""
+        self._stopping = True
         for process in self.processes.values():
             if process.exit_code is None:
                 process.signal_group(signal.SIGTERM)
@@ -133,19 +173,27 @@ class Supervisor:
         return process is not None and process.exit_code is None
 
     def _against(self, role: str) -> Evidence:
-        return self._evidence.setdefault(role, Evidence(role, self.clock()))
+        evidence = self._evidence.get(role)
+        if evidence is None:
+            now = self.clock()
+            if now - self._started.get(role, now) >= FORGIVEN_S:
+                self._restarts.pop(role, None)
+            left = self.max_restarts(role) - self._restarts.get(role, 0)
+            evidence = self._evidence[role] = Evidence(role, now, restarts_left=left)
+        return evidence
 
     async def _await_exit(self, process: RoleProcess) -> None:
         code = await process.process.wait()
         process.signal_group(signal.SIGKILL)  # what the role started and left behind
-        if code == 0 and self.may_leave(process.role):
+        if self._stopping or (code == 0 and self.may_leave(process.role)):
             return
         self._against(process.role).exit_code = code
+        self.gone(process.role)
         self._news.set()
 
     async def _await_exits(self, deadline_s: float) -> None:
         if self._exits:
-            await asyncio.wait(self._exits, timeout=deadline_s)
+            await asyncio.wait(self._exits.values(), timeout=deadline_s)
 
     async def _wait_for_news(self) -> None:
         """Until something happened, or until the next look at the page is due."""

@@ -33,7 +33,7 @@ from slipstream.launch.framing import Link
 from slipstream.protocols import ControllerAPI
 from slipstream.types import decode, encode
 
-LONG_POLLS = frozenset({"admit", "get_batch", "next_engine", "next_weights"})  # wait for something to happen: no deadline
+LONG_POLLS = frozenset({"admit", "get_batch", "next_engines", "next_weights"})  # wait for something to happen: no deadline
 CALL_DEADLINE_S = 60.0
 DEADLINES_S = {"commit_checkpoint": COMMIT_CHECKPOINT_S}
 KEPT_ANSWERS = frozenset({"admit"})  # not idempotent: an answer that crosses a cancellation is given to the next call
@@ -147,6 +147,12 @@ class Server:
         place: dict[str, Any] = {"path": at} if isinstance(at, str) else {"sock": at}
         self._server = await asyncio.get_running_loop().create_unix_server(lambda: _Session(self).link, **place)
 
+    def drop(self, role: str, cause: str) -> None:
+        """This role is gone: nothing that it still asked for happens. Nothing where its connection has ended already."""
+        for session in list(self._sessions):
+            if session.peer is not None and session.peer.role == role:
+                session.drop(cause)
+
     async def close(self) -> None:
         """Take no more calls, let the quick ones end, end the long polls, close the connections."""
         if self._server is not None:
@@ -237,6 +243,10 @@ class _Session:
         for method, task in self._tasks.values():
             if method in LONG_POLLS:
                 task.cancel()
+
+    def drop(self, cause: str) -> None:
+        self._end_long_polls()
+        self.link.abort(cause)
 
     async def close(self) -> None:
         self._end_long_polls()

@@ -1,10 +1,10 @@
 """How much memory a run needs, estimated before anything is loaded. No torch: it reads config.json and safetensors headers.
 
 Trainer      weights + gradients + AdamW's two moments, + float32 master weights for a bfloat16 model, + activations of one micro-batch
-Engine       weights + the copy that an evaluation pins + keys and values of all slots at full context, for both, up to 1 GiB of them a
-             second time (`dense_rows.py`); and of saved states
+Engine       weights + keys and values of all slots at full context, up to 1 GiB of them a second time (`dense_rows.py`); and of saved
+             states; each replica. All but the states once more for the copy that an evaluation pins, on one of them
 Frozen       a reference or a teacher: weights + activations of a forward pass, in the logprob stage or beside the trainer's model
-Weight sync  the slots of shared memory: three, or with `weight_sync.lag` as many more as versions wait
+Weight sync  the slots of shared memory: two and one per engine, or with `weight_sync.lag` as many more as versions wait
 Processes    what Python and torch take by themselves
 
 Weights, optimizer and KV are exact to a few percent; activations are a rule of thumb, for the completions and, where the caller knows
@@ -99,7 +99,9 @@ def memory_need(
         (model.settings, model.array is None) for model in frozen_models(config)
     }  # the stage holds each once, the trainer its teacher
     others = {"frozen models": sum(_frozen_bytes(config, (frozen or {})[m], prompt_tokens) for m, _ in loaded)} if loaded else {}
-    num_processes = 1 if config.launch == "inline" else 4 if stage_models(config) else 3  # the launching process has no torch
+    num_processes = 1  # the launching process has no torch
+    if config.launch == "local":
+        num_processes = 2 + config.engine.replicas + (1 if stage_models(config) else 0)
     parts = {
         "trainer": trainer,
         "engine": engine,
@@ -116,7 +118,7 @@ def memory_need(
 def num_weight_slots(config: Config) -> int:
     """Blocks of packed weights, or files of them, that the run's broker hands out."""
     lag = config.weight_sync.lag
-    return slots_for(1) if lag is None else LagBroker(lag).num_slots
+    return slots_for(config.engine.replicas) if lag is None else LagBroker(lag).num_slots
 
 
 def weight_file_bytes(config: Config, folder: Path) -> int:
@@ -159,11 +161,11 @@ def _frozen_bytes(config: Config, size: ModelSize, prompt_tokens: int) -> int:
 def _engine_bytes(config: Config, size: ModelSize) -> int:
     element = _ELEMENT_BYTES[config.model.dtype]
     sequence = 2 * _context(config, size) * size.num_layers * size.kv_width * element  # keys and values at full context
-    copies = 2 if config.data.eval is not None else 1  # the live weights, and those that an evaluation pins
+    copies = config.engine.replicas + (1 if config.data.eval is not None else 0)  # the live weights, and those that an evaluation pins
     saves = (config.rollout.interrupt, config.rollout.kv) == ("abort_resume", "keep")
     saved = min(config.engine.saved_states * sequence, config.engine.saved_mib << 20) if saves else 0
     running = config.engine.slots * sequence
-    return copies * (size.num_parameters * element + running + min(running, _DENSE_ROWS_BYTES)) + saved
+    return copies * (size.num_parameters * element + running + min(running, _DENSE_ROWS_BYTES)) + config.engine.replicas * saved
 
 
 def _context(config: Config, size: ModelSize) -> int:

@@ -125,7 +125,8 @@ class RolloutRunner:
         """Fill the trajectory; failures are recorded in it.
 
         The deadline `rollout.timeout_s` covers environment and generation from the first token on; the wait for the first one of a turn
-        does not count: an engine may rightly hold a request until it has the version it must be sampled with. Interrupts do.
+        does not count: an engine may rightly hold a request until it has the version it must be sampled with. Nor does the time from an
+        engine's death to the first token of another. Interrupts do.
         """
         timeout_s = self._config.rollout.timeout_s
         deadline = asyncio.timeout(timeout_s)
@@ -205,6 +206,7 @@ class RolloutRunner:
                 self._recorder.tell(prefix)
 
         generation = Generation(len(trajectory), notify)
+        generation.on_engine_lost = clock.pause
         if self._records(job):
             num_before = len(trajectory) - trajectory.prompt_length
             prefix = Prefix((job.group_id, job.sample, job.attempt), trajectory.prompt_length, num_before, generation)
@@ -312,14 +314,19 @@ class RolloutRunner:
 
 
 class _PausedDeadline:
-    """Takes the clock off a rollout's deadline until its first token arrives."""
+    """Takes the clock off a rollout's deadline until its first token arrives, and again while it has no engine."""
 
     def __init__(self, deadline: asyncio.Timeout):
-        when = deadline.when()
-        assert when is not None
-        self._deadline, self._left_s = deadline, when - asyncio.get_running_loop().time()
-        self._paused = True
-        deadline.reschedule(None)
+        self._deadline, self._left_s = deadline, 0.0
+        self._paused = False
+        self.pause()
+
+    def pause(self) -> None:
+        if not self._paused and not self._deadline.expired():
+            when = self._deadline.when()
+            assert when is not None
+            self._left_s, self._paused = when - asyncio.get_running_loop().time(), True
+            self._deadline.reschedule(None)
 
     def go_on(self) -> None:
         if self._paused:

@@ -1,4 +1,4 @@
-"""The rollout worker: takes groups and evaluations from the controller, runs them on the engine, scores them, hands them back.
+"""The rollout worker: takes groups and evaluations from the controller, runs them on the engines, scores them, hands them back.
 
     loop            consumes                      produces              waits for                    unblocked by
     admit_groups    Work.assignments              a task per group      room for a group             a rollout that leaves the engine
@@ -8,7 +8,8 @@
     recorder        sampled tokens                controller.progress   64 tokens or the end of one  engine frames
     a group         its assignment                finish_group          engine, environments,        frames, replies, scores;
                                                                         scorers, logprob stage       each with a deadline
-    an evaluation   its EvalTask                  finish_evaluation     the same                     the same
+    an evaluation   its EvalTask                  finish_evaluation or  the same                     the same; its engine's death
+                                                  evaluation_lost
 
 All are tasks of one TaskGroup: the first that fails ends the run with its own error.
 """
@@ -45,7 +46,8 @@ class RolloutWorker:
     `scoring.scorers.make_scorers`; `close` closes them. max_context: tokens of prompt and completion that the engine can hold. logprobs:
     the logprob stage, of runs whose loss needs frozen models. external: how scorers and environments are called (TickedCalls in
     deterministic runs). progress: where the worker says what it owes. stop_token_ids: the model's own, added to those of its
-    tokenizer and chat template. make_environment: row to environment, by the settings by default.
+    tokenizer and chat template. make_environment: row to environment, by the settings by default. engine_slots: sequences that
+    run at a time now, where that changes (then call `engines_changed`).
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class RolloutWorker:
         seed: int | None = None,
         stop_token_ids: tuple[int, ...] = (),
         make_environment: Callable[[dict[str, Any]], Environment] | None = None,
+        engine_slots: Callable[[], int] | None = None,
     ):
         self._controller, self._engine, self._config, self._scorers = controller, engine, config, list(scorers)
+        self._engine_slots = engine_slots or (lambda: config.engine.slots)
         self._renderer = Renderer(tokenizer, max_context)
         self._logprobs = logprobs
         self.stop_token_ids = tuple(sorted({*stop_token_ids, *self._renderer.stop_token_ids()}))
@@ -106,6 +110,10 @@ class RolloutWorker:
         self._grace_s = grace_s
         self._stopping.set()
         await self._stopped.wait()  # bounded: the grace, one call to the controller, and clean-ups with deadlines
+
+    def engines_changed(self) -> None:
+        """There are more engine slots than before, or fewer."""
+        self._room_changed.set()
 
     async def close(self) -> None:
         """Close the scorers."""
@@ -160,7 +168,7 @@ class RolloutWorker:
     def _room(self) -> int:
         """Groups that may start: enough to fill the free engine slots, and a few more."""
         size = self._config.rollout.num_samples
-        free = self._config.engine.slots + LOOK_AHEAD_GROUPS * size - self._sum_sequences
+        free = self._engine_slots() + LOOK_AHEAD_GROUPS * size - self._sum_sequences
         return -(-free // size)
 
     def _take(self, work: Work) -> None:
@@ -225,8 +233,13 @@ class RolloutWorker:
 
     async def _evaluate(self, task: EvalTask) -> None:
         async with self._pinning:  # one at a time: the engine has one copy; bounded by evaluation.timeout_s
-            result = await run_evaluation(task, self._engine, self._groups, self._config)
-            await self._controller.finish_evaluation(result)
+            result = None
+            try:
+                result = await run_evaluation(task, self._engine, self._groups, self._config)
+            except* PeerLost:
+                await self._controller.evaluation_lost(task.number)  # raises, too, where it is the controller that was lost
+            if result is not None:
+                await self._controller.finish_evaluation(result)
 
     def _free_sequence(self, key: GroupKey) -> None:
         self._num_sequences[key] -= 1

@@ -1,0 +1,85 @@
+"""Whole runs whose engines are killed (kill -9): the run goes on, loses nothing, and has tokens again as soon as a model is loaded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from live_run import LiveRun, run_file
+from test_run_killed import check_story
+
+from slipstream.controller import events as ev
+from slipstream.controller.ledger import LedgerReader
+
+pytestmark = pytest.mark.timeout(600)
+
+AFTER_LOAD_S = 5.0  # from an engine's death to the first pass of its successor, the load of the model not counted
+STEPS = 12
+
+
+def events_of(ledger: Path) -> list[ev.Event]:
+    with LedgerReader.open(ledger) as reader:
+        return [event for *_, event in reader.live_events()]
+
+
+def kill_amid_generation(run: LiveRun, engine_id: str) -> float:
+    """Kill the engine while it generates; when that was."""
+    pid = run.freeze(engine_id, lambda: run.state(engine_id).phase == "tick")
+    os.kill(pid, signal.SIGKILL)
+    return time.monotonic()
+
+
+def time_without_load(run: LiveRun, engine_id: str, killed: float) -> float:
+    """Seconds from the death to the successor's first pass, but for the time that it said it was loading its model."""
+    started = run.until(lambda: run.state(engine_id).phase == "start" and time.monotonic())
+    began = run.until(lambda: run.state(engine_id).phase == "load" and time.monotonic())
+    loaded = run.until(lambda: run.state(engine_id).phase not in ("start", "load") and time.monotonic())
+    first = run.until(lambda: run.state(engine_id).phase == "tick" and time.monotonic())
+    assert killed <= started <= began <= loaded <= first
+    return (started - killed) + (first - loaded)
+
+
+def test_an_engine_alone_is_killed_and_its_rollouts_go_on_at_its_successor(tmp_path: Path) -> None:
+    file = run_file(tmp_path)
+    with LiveRun(file, "--trainer.steps", str(STEPS), "--rollout.max_attempts", "1") as run:
+        run.until(lambda: run.steps() >= 2)
+        killed = kill_amid_generation(run, "engine-0")
+        assert time_without_load(run, "engine-0", killed) <= AFTER_LOAD_S
+        assert run.process.wait(120) == 0, run.output
+        assert run.ended() == 0
+        assert "engine-0 (pid" in run.output and "was killed by SIGKILL" in run.output and "It is started anew" in run.output
+    groups = check_story(tmp_path / "run" / "ledger.sqlite", STEPS)
+    events = events_of(tmp_path / "run" / "ledger.sqlite")
+    assert [type(e).__name__ for e in events if isinstance(e, ev.EngineAdded | ev.EngineRemoved)] == [
+        "EngineAdded", "EngineRemoved", "EngineAdded",
+    ]  # fmt: skip
+    assert not any(isinstance(e, ev.AttemptFailed | ev.Dropped) for e in events)
+    assert all(group.attempt == 0 for group in groups)
+
+
+def test_of_two_engines_one_is_killed_and_its_rollouts_go_on_at_the_other_until_it_is_back(tmp_path: Path) -> None:
+    file = run_file(tmp_path)
+    with LiveRun(file, "--engine.replicas", "2", "--trainer.steps", "1000", "--rollout.max_attempts", "1") as run:
+        run.until(lambda: run.steps() >= 2)
+        kill_amid_generation(run, "engine-1")
+        steps = run.steps()
+        run.until(lambda: run.steps() > steps)  # the other engine serves alone
+        run.until(lambda: run.state("engine-1").phase == "tick")
+        run.until(lambda: run.steps() >= steps + 3)
+        run.process.send_signal(signal.SIGINT)
+        assert run.ended() == 0, run.output
+    with LedgerReader.open(tmp_path / "run" / "ledger.sqlite") as reader:
+        events = [event for *_, event in reader.live_events()]
+        trained = [reader.group(e.group_id, e.attempt) for e in events if isinstance(e, ev.GroupFinished)]
+    assert not any(isinstance(e, ev.AttemptFailed | ev.Dropped) for e in events)
+    homes = [{span.engine_id for span in rollout.spans} for group in trained for rollout in group.rollouts]
+    assert {"engine-0", "engine-1"} in homes, "no rollout went on elsewhere"
+    assert any(isinstance(e, ev.EngineConfirmed) and e.engine_id == "engine-1" for e in events[_removed(events) :])
+
+
+def _removed(events: list[ev.Event]) -> int:
+    (at,) = [i for i, e in enumerate(events) if isinstance(e, ev.EngineRemoved)]
+    return at
