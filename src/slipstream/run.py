@@ -20,7 +20,7 @@ from typing import IO, Any, TypeVar
 from slipstream.beside import beside
 from slipstream.config.load import LoadedConfig, check_config, load_config, load_tables
 from slipstream.config.resume import changed_settings, check_resume
-from slipstream.config.settings import Config
+from slipstream.config.settings import MAX_ENGINES, Config
 from slipstream.controller.controller import Controller, open_controller
 from slipstream.controller.run_folder import RunFolder
 from slipstream.controller.versions import Broker
@@ -251,7 +251,9 @@ def _hold(held: contextlib.ExitStack, folder: RunFolder) -> RunFolder:
 
 def _broker(config: Config) -> Broker:
     lag = config.weight_sync.lag
-    return SlotBroker(slots_for(config.engine.replicas)) if lag is None else LagBroker(lag)
+    if lag is not None:
+        return LagBroker(lag)
+    return SlotBroker(slots_for(MAX_ENGINES if config.launch == "local" else 1))  # engines may be added
 
 
 def _item_text(config: Config, data: Data) -> Callable[[int], str]:

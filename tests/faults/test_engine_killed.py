@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -83,3 +85,27 @@ def test_of_two_engines_one_is_killed_and_its_rollouts_go_on_at_the_other_until_
 def _removed(events: list[ev.Event]) -> int:
     (at,) = [i for i, e in enumerate(events) if isinstance(e, ev.EngineRemoved)]
     return at
+
+
+def test_engines_are_added_and_dropped_while_a_run_trains(tmp_path: Path) -> None:
+    file = run_file(tmp_path)
+
+    def engines(*arguments: str) -> str:
+        command = [sys.executable, "-m", "slipstream.cli.main", "engines", arguments[0], str(tmp_path / "run"), *arguments[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    with LiveRun(file, "--rollout.max_attempts", "1") as run:
+        run.until(lambda: run.steps() >= 1)
+        assert engines("add").startswith("engine-1 serves at version ")
+        assert [line.split()[:2] for line in engines("list").splitlines()] == [["engine-0", "at"], ["engine-1", "at"]]
+        run.until(lambda: run.state("engine-1").phase == "tick")
+        assert engines("drop", "engine-0").startswith("engine-0 has left")
+        steps = run.steps()
+        run.until(lambda: run.steps() >= steps + 3)  # the added one serves alone
+        run.process.send_signal(signal.SIGINT)
+        assert run.ended() == 0, run.output
+    events = events_of(tmp_path / "run" / "ledger.sqlite")
+    assert [(e.engine_id, e.reason) for e in events if isinstance(e, ev.EngineRemoved)] == [("engine-0", "dropped by request")]
+    assert not any(isinstance(e, ev.AttemptFailed | ev.Dropped) for e in events)

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 
 import slipstream
-from slipstream.cli import evaluate, export, generate, init, inspect, rollout, samples, train, validate
+from slipstream.cli import engines, evaluate, export, generate, init, inspect, rollout, samples, train, validate
 from slipstream.cli.arguments import split_overrides
 from slipstream.cli.show import ReaderLeft
 from slipstream.config.keys import nearest
@@ -27,6 +27,7 @@ VERBS = {
     "generate": generate,
     "samples": samples,
     "inspect": inspect,
+    "engines": engines,
     "export": export,
     "init": init,
 }

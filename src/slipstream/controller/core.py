@@ -26,6 +26,7 @@ from slipstream.config.settings import Config
 from slipstream.controller import admission
 from slipstream.controller import events as ev
 from slipstream.controller.delivery import Delivery
+from slipstream.controller.engine_times import EngineTimes
 from slipstream.controller.evaluations import EvaluationDesk
 from slipstream.controller.intake import Intake
 from slipstream.controller.journal import Journal
@@ -56,8 +57,8 @@ class ControllerCore:
         start_checksum: str | None = None,
     ):
         self.config, self.ledger, self.broker, self.observer, self.clock = config, ledger, broker, observer, clock
-        self.journal, self.times = Journal(ledger, state, observer), StepTimes()
-        self.delivery = Delivery(self.journal, config, clock, self.times)
+        self.journal, self.times, self.engine_times = Journal(ledger, state, observer), StepTimes(), EngineTimes(clock)
+        self.delivery = Delivery(self.journal, config, clock, self.times, self.engine_times)
         self.intake = Intake(self.journal, config, rows, data_fingerprint, clock, self.times, self.delivery.keep)
         self.evaluations = EvaluationDesk(self.journal, config, eval_rows)
         self.thresholds = Thresholds(self.journal, config.threshold, config.trainer.steps, self.lower_max_staleness)
@@ -283,6 +284,7 @@ class ControllerCore:
         self.journal.record(confirmed)
         self.intake.takes_weights(report.engine_id, False)
         self.delivery.synced(report.sync_s)
+        self.engine_times.confirmed(report.engine_id)
 
     def in_service(self) -> dict[str, EngineInService]:
         self.check()
@@ -292,6 +294,7 @@ class ControllerCore:
     def engine_gone(self, engine_id: str, reason: str = "") -> None:
         self.broker.drop_engine(engine_id)
         self.intake.takes_weights(engine_id, False)
+        self.engine_times.gone(engine_id)
         if engine_id in self.state.engines and self.journal.error is None:
             self.journal.record(ev.EngineRemoved(engine_id=engine_id, reason=reason))
 

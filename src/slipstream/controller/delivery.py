@@ -7,6 +7,7 @@ from typing import Any
 from slipstream.config.settings import Config
 from slipstream.controller import buffer, stale
 from slipstream.controller import events as ev
+from slipstream.controller.engine_times import EngineTimes
 from slipstream.controller.journal import Journal
 from slipstream.controller.metrics_line import growth, step_line
 from slipstream.controller.run_state import LiveGroup, RunState
@@ -20,8 +21,8 @@ from slipstream.types import Batch, Group, StepReport
 class Delivery:
     """The trainer's side of the controller."""
 
-    def __init__(self, journal: Journal, config: Config, clock: Clock, times: StepTimes):
-        self._journal, self._config, self._clock, self._times = journal, config, clock, times
+    def __init__(self, journal: Journal, config: Config, clock: Clock, times: StepTimes, engine_times: EngineTimes):
+        self._journal, self._config, self._clock, self._times, self._engine_times = journal, config, clock, times, engine_times
         self._started_at = clock.now()
         self._groups: dict[int, Group] = {}  # finished groups in memory; after a resume they are read from the ledger when needed
         self._batches: dict[int, Batch] = {}  # handed to the trainer, not finished
@@ -162,6 +163,7 @@ class Delivery:
             time_s=now - self._started_at,
             grown=growth(self._totals_before, totals),
             weight_sync_s=sum(self._sync_s) / len(self._sync_s) if self._sync_s else None,
+            engines=self._engine_times.line(self._state.engines, self._state.engine_starts),
         )
         self._totals_before = growth(Totals(), totals)
         self._sync_s.clear()

@@ -29,6 +29,7 @@ def step_line(
     time_s: float,
     grown: Totals,
     weight_sync_s: float | None,
+    engines: dict[str, Any],
 ) -> dict[str, Any]:
     """The flat line of one step. `grown`: see `growth`. The trainer's own metrics come last and do not overwrite what is counted here."""
     active = finished.active_s
@@ -57,6 +58,7 @@ def step_line(
         "slots_taken": state.slots_taken,
         "slots": state.num_slots,
         "weight_sync_s": weight_sync_s,
+        **engines,
         "step_s": report.step_s,
         "wait_s": report.wait_s,
         "publish_s": report.publish_s,

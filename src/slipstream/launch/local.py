@@ -17,21 +17,21 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from slipstream.config.frozen_models import stage_models
-from slipstream.config.settings import MAX_ENGINES
 from slipstream.controller.controller import Controller
 from slipstream.deadlines import CHECKPOINT_S
 from slipstream.errors import DeadlineExceeded, SlipstreamError
 from slipstream.launch import logprob_socket
 from slipstream.launch.context import RunContext
+from slipstream.launch.control import serving
+from slipstream.launch.engines import ENGINES, Engines
 from slipstream.launch.framing import private_directory
 from slipstream.launch.page import NullProgress, Page
 from slipstream.launch.processes import ChildSpec, Lifeline
 from slipstream.launch.role import context_options, controller_socket
 from slipstream.launch.supervisor import Supervisor
-from slipstream.launch.wire import Server, serve
+from slipstream.launch.wire import serve
 from slipstream.weight_sync.memory import MemoryFile, weight_slots
 
-ENGINES = tuple(f"engine-{number}" for number in range(MAX_ENGINES))
 ROLES = (*ENGINES, "trainer", "rollout", logprob_socket.ROLE)  # of engines as many as run, of the last one where the settings ask for it
 LEAVE_MARGIN_S = 120.0  # beyond the grace: rewards under way, the last prefixes
 
@@ -42,9 +42,10 @@ async def run_local(context: RunContext, controller: Controller, rewards: Sequen
     with private_directory() as folder, weight_slots(transport, num_slots) as slots:
         run = LocalRun(context, controller, folder, slots)
         try:
-            server = run.server = await serve(controller, controller_socket(folder), on_failed=run.supervisor.report)
+            server = run.engines.server = await serve(controller, controller_socket(folder), on_failed=run.supervisor.report)
             try:
-                await run.run(rewards)
+                async with serving(run.engines, folder, context.run_folder):
+                    await run.run(rewards)
             finally:
                 await run.supervisor.stop()
                 await server.close()
@@ -60,20 +61,22 @@ class LocalRun:
         self._lifeline = Lifeline()
         self._page_memory = MemoryFile.create("page")
         self._slots = slots
+        self.engines = Engines(context.config, controller, self._start_engine)
         self.supervisor = Supervisor(
             Page(self._page_memory, ROLES),
             may_leave=self._may_leave,
-            max_restarts=self._max_restarts,
-            gone=self._gone,
-            start_anew=self._start_anew,
+            max_restarts=self.engines.max_restarts,
+            expendable=self.engines.expendable,
+            gone=self.engines.gone,
+            start_anew=self.engines.start_anew,
+            given_up=self.engines.given_up,
         )
-        self.server: Server | None = None
+        self.engines.supervisor = self.supervisor
         self._own_worker: asyncio.Task[None] | None = None
 
     async def run(self, rewards: Sequence[Callable[..., Any]]) -> None:
         """Start the roles, wait for the end of the run, and let them leave."""
-        for engine_id in ENGINES[: self._context.config.engine.replicas]:
-            await self._start_engine(engine_id)
+        await self.engines.start()
         await self._start("trainer", self._context.config.trainer.threads)
         if stage_models(self._context.config):
             with logprob_socket.listen(self._folder) as listener:
@@ -99,23 +102,6 @@ class LocalRun:
 
     async def _start_engine(self, engine_id: str) -> None:
         await self._start(engine_id, self._context.config.engine.threads)
-
-    def _max_restarts(self, role: str) -> int:
-        """An engine that never came into service would fail again: it ends the run at once."""
-        was_in_service = role in ENGINES and role in self._controller.core.state.engine_starts
-        return self._context.config.engine.max_restarts if was_in_service else 0
-
-    def _gone(self, role: str) -> None:
-        """A role's process has ended: an engine's slots and lease are free at once, and what it still asked for is not answered."""
-        if role in ENGINES:
-            if self.server is not None:
-                self.server.drop(role, "its process has ended")
-            self._controller.engine_gone(role, "its process has ended")
-
-    async def _start_anew(self, role: str, error: SlipstreamError) -> None:
-        what = str(error).partition("\n")[0]
-        self._controller.core.observer.note(f"{what}. It is started anew; its rollouts go on from their tokens (log/{role}.log)")
-        await self._start_engine(role)
 
     async def _start(self, role: str, threads: int, listener: int | None = None) -> None:
         spec = ChildSpec(

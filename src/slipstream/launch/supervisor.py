@@ -47,6 +47,7 @@ class Evidence:
     failure: Failure | None = None
     exit_code: int | None = None
     restarts_left: int = 0  # how often the role may still be started anew: engines that had been in service
+    expendable: bool = False  # the run goes on without it: an engine that was added and has not come into service
 
     @property
     def mendable(self) -> bool:
@@ -60,21 +61,24 @@ class Decision:
 
     culprit: Evidence | None = None  # the run ends because of this role
     anew: tuple[Evidence, ...] = ()  # these are started anew, and the run goes on
+    without: tuple[Evidence, ...] = ()  # the run goes on without these
 
 
 def decide(evidence: Sequence[Evidence], now: float) -> Decision:
-    """An engine that died or hangs is started anew while it may be, unless its own error says that it would only fail again.
+    """An engine that died or hangs is started anew while it may be, unless its own error says that it would only fail again. One that was
+    added and never served is given up.
 
     Any other dead or hung role ends the run. Which one is the cause: a hang before a death by signal before a role's own error before an
     exit without a word before roles that merely lost a peer; among equals the first. A weak cause waits a moment for a stronger one.
     Nobody dies of an engine's death, so what can be mended is no cause of the rest.
     """
-    lasting = [e for e in evidence if not e.mendable]
+    lasting = [e for e in evidence if not e.mendable and not e.expendable]
     if lasting:
         strongest = min(lasting, key=lambda e: (_strength(e)[0], e.since))
         if now - min(e.since for e in lasting) >= _strength(strongest)[1]:
             return Decision(strongest)
-    return Decision(anew=tuple(e for e in evidence if e.mendable))
+    without = tuple(e for e in evidence if e.expendable)
+    return Decision(anew=tuple(e for e in evidence if e.mendable and not e.expendable), without=without)
 
 
 def _strength(evidence: Evidence) -> tuple[int, float]:
@@ -92,15 +96,17 @@ def _strength(evidence: Evidence) -> tuple[int, float]:
 class Supervisor:
     """Starts, watches and ends the role processes of a run. `watch` runs beside the run; `stop` is called however the run ends.
 
-    max_restarts: how often in a row a role may be started anew. gone: told of a role's end as soon as it is seen. start_anew: starts the
-    process of a role that has ended (with `start`); told what had happened.
+    max_restarts: how often in a row a role may be started anew. expendable: whether the run goes on without it. gone: told of a role's end
+    as soon as it is seen. start_anew: starts the process of a role that has ended (with `start`); told what had happened, as is given_up.
     """
 
     page: Page
     may_leave: Callable[[str], bool] = lambda role: False  # whether a role that exits with 0 had nothing left to do
     max_restarts: Callable[[str], int] = lambda role: 0
+    expendable: Callable[[str], bool] = lambda role: False
     gone: Callable[[str], None] = lambda role: None
     start_anew: Callable[[str, SlipstreamError], Awaitable[None]] | None = None
+    given_up: Callable[[str, SlipstreamError], None] = lambda role, error: None
     clock: Callable[[], float] = time.monotonic
     judge: Judge = field(default_factory=lambda: Judge(JUDGE_INTERVAL_S))
     processes: dict[str, RoleProcess] = field(default_factory=dict)
@@ -109,6 +115,7 @@ class Supervisor:
     _exits: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _started: dict[str, float] = field(default_factory=dict)  # role -> when its process was started
     _restarts: dict[str, int] = field(default_factory=dict)  # role -> how often in a row
+    _leaving: set[str] = field(default_factory=set)  # roles that are being ended on purpose
     _stopping: bool = False
 
     async def start(self, spec: ChildSpec, log: Path, command: list[str] | None = None) -> RoleProcess:
@@ -121,6 +128,8 @@ class Supervisor:
 
     def report(self, role: str, failure: Failure) -> None:
         """A role says why it is about to end (see `wire.serve(on_failed=...)`)."""
+        if role in self._leaving:
+            return
         self._against(role).failure = failure
         self._news.set()
 
@@ -136,19 +145,35 @@ class Supervisor:
                 raise await self._explain(decision.culprit)
             for evidence in decision.anew:
                 await self._start_anew(evidence)
+            for evidence in decision.without:
+                self.given_up(evidence.role, await self._end_failed(evidence))
             await self._wait_for_news()
 
     async def _start_anew(self, evidence: Evidence) -> None:
         """End what is left of the role, and have it started once more."""
         assert self.start_anew is not None, "a role may be started anew and nobody can"
-        role, process = evidence.role, self.processes[evidence.role]
+        error = await self._end_failed(evidence)
+        self._restarts[evidence.role] = self._restarts.get(evidence.role, 0) + 1
+        await self.start_anew(evidence.role, error)
+
+    async def _end_failed(self, evidence: Evidence) -> SlipstreamError:
+        """What happened to the role, whose process has ended then and against which nothing is held any more."""
         error = await self._explain(evidence)
-        process.signal_group(signal.SIGKILL)
+        self.processes[evidence.role].signal_group(signal.SIGKILL)
+        async with asyncio.timeout(KILL_DEADLINE_S):
+            await asyncio.shield(self._exits[evidence.role])
+        del self._evidence[evidence.role]  # with what its exit added
+        return error
+
+    async def end(self, role: str) -> None:
+        """End this role on purpose, and what it started; nothing is held against it."""
+        self._leaving.add(role)
+        self.processes[role].signal_group(signal.SIGKILL)
         async with asyncio.timeout(KILL_DEADLINE_S):
             await asyncio.shield(self._exits[role])
-        del self._evidence[role]  # with what its exit added
-        self._restarts[role] = self._restarts.get(role, 0) + 1
-        await self.start_anew(role, error)
+        self._leaving.discard(role)
+        self._evidence.pop(role, None)
+        self._restarts.pop(role, None)
 
     async def left(self, role: str) -> None:
         """Wait until this role's process has ended; how it ended is for `watch` to judge."""
@@ -179,13 +204,13 @@ class Supervisor:
             if now - self._started.get(role, now) >= FORGIVEN_S:
                 self._restarts.pop(role, None)
             left = self.max_restarts(role) - self._restarts.get(role, 0)
-            evidence = self._evidence[role] = Evidence(role, now, restarts_left=left)
+            evidence = self._evidence[role] = Evidence(role, now, restarts_left=left, expendable=self.expendable(role))
         return evidence
 
     async def _await_exit(self, process: RoleProcess) -> None:
         code = await process.process.wait()
         process.signal_group(signal.SIGKILL)  # what the role started and left behind
-        if self._stopping or (code == 0 and self.may_leave(process.role)):
+        if self._stopping or process.role in self._leaving or (code == 0 and self.may_leave(process.role)):
             return
         self._against(process.role).exit_code = code
         self.gone(process.role)

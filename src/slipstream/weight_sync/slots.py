@@ -8,6 +8,9 @@ A slot is, at any moment, one of:
 With N engines there are N + 2 slots: N leased, one newest, one to write. So the writer never waits for an engine, a slot that an engine
 reads is never written, and the newest complete weights are never overwritten. Two slots are not enough: while an engine reads one and the
 other is complete but not adopted, the next version has no place.
+
+The writer takes the lowest slot that is free. So of slots made for more engines than there are, only as many are ever written, and cost
+memory, as the engines that were in service at a time need.
 """
 
 from __future__ import annotations
