@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from live_run import LiveRun, run_file
+from live_run import GROUP_SIZE, LiveRun, run_file
 from test_run_killed import check_story
 
 from slipstream.controller import events as ev
+from slipstream.controller.controller import COMMIT_WITHIN_S
 from slipstream.controller.ledger import LedgerReader
 
 pytestmark = pytest.mark.timeout(600)
@@ -28,8 +29,13 @@ def events_of(ledger: Path) -> list[ev.Event]:
 
 
 def kill_amid_generation(run: LiveRun, engine_id: str) -> float:
-    """Kill the engine while it generates; when that was."""
-    pid = run.freeze(engine_id, lambda: run.state(engine_id).phase == "tick")
+    """Kill the engine while it has rollouts with tokens; when that was. Siblings start together: where some have ended, the others have."""
+
+    def half_generated() -> bool:
+        recorded = [samples for samples in run.recorded().values() if 0 < len(samples) < GROUP_SIZE]
+        return any(span.engine_id == engine_id for samples in recorded for chunk in samples for span in chunk.spans)
+
+    pid = run.freeze(engine_id, half_generated, lag_s=2 * COMMIT_WITHIN_S)
     os.kill(pid, signal.SIGKILL)
     return time.monotonic()
 
