@@ -1,6 +1,6 @@
 """Puts recorded figures into the documentation: each block `<!-- figures: NAME -->` ... `<!-- end -->` is made from results/NAME.json.
 
-    python benchmarks/report.py [PAGE ...]        default: docs/performance.md and docs/results.md
+    python benchmarks/report.py [PAGE ...]        default: docs/performance.md, docs/results.md and docs/lora.md
 
 The block of the name `missed` lists every missed target of the page's other blocks, and every one of them without figures.
 
@@ -19,7 +19,7 @@ from typing import Any
 from bench import RESULTS, Table, Target
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = (DOCS / "performance.md", DOCS / "results.md")
+PAGES = (DOCS / "performance.md", DOCS / "results.md", DOCS / "lora.md")
 MISSED = "missed"  # the block that sums up the others
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

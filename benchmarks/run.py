@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 OUT = HERE / "out"
-NAMES = ("overhead", "weight_sync", "train_step", "decode", "overlap", "tools", "scale")
+NAMES = ("overhead", "weight_sync", "train_step", "decode", "overlap", "tools", "scale", "lora")
 PEERS = ("vs_trl_sync", "vs_trl_async")
 
 

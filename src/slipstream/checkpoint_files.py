@@ -1,6 +1,6 @@
 """What a checkpoint folder is on disk, and how it is proved whole. No torch: the controller verifies with this before it commits.
 
-    step-<n>/   model/      index.json, *.safetensors     (formats of the tensors: trainer/checkpoint.py)
+    step-<n>/   model/      index.json, *.safetensors     (formats of the tensors: trainer/checkpoint.py; with [lora] adapter/ instead)
                 optimizer/  index.json, *.safetensors
                 trainer.json
                 manifest.json                              written last; sizes and hashes of all the others

@@ -55,7 +55,7 @@ class Manifest(Record, kw_only=True, frozen=True):
     incarnation: int
     version: int
     checksum: str  # xxh3-128 (hex) of the block's first `total_bytes` bytes, gaps zero
-    base_checksum: str | None = None  # of a delta
+    base_checksum: str | None = None  # of the frozen weights that an adapter's tensors lie on; None: these are whole weights
     total_bytes: int
     entries: tuple[ManifestEntry, ...]
     aliases: dict[str, str] = {}  # tied name -> the name its storage is sent under

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from slipstream.errors import CheckpointError
+
 
 def distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(each storage once, under its first name; tied name -> the name its storage goes under).
@@ -37,3 +39,19 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype")
     return dtype
+
+
+@torch.no_grad()
+def overwrite(own: Mapping[str, Tensor], given: Mapping[str, Tensor], source: object) -> None:
+    """Copy the tensors `given`, read from `source`, into `own`; CheckpointError, before any is touched, where names, shapes or dtypes
+    differ."""
+    if own.keys() != given.keys():
+        raise CheckpointError(f"{source} holds other tensors than this model: {sorted(own.keys() ^ given.keys())[:3]} and so on")
+    for name, tensor in own.items():
+        if given[name].shape != tensor.shape or given[name].dtype != tensor.dtype:
+            raise CheckpointError(
+                f"{source}: {name} is {dtype_name(given[name].dtype)}{list(given[name].shape)}, this model has "
+                f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+            )
+    for name, tensor in own.items():
+        tensor.copy_(given[name])

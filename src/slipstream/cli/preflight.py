@@ -117,6 +117,8 @@ def _check_model(config: Config, data: Data | None, found: Findings) -> None:
             model_config = AutoConfig.from_pretrained(info.source, trust_remote_code=False)
             check_supported(model_config)
             _check_routing(config, model_config)
+            with found.collect():
+                found.facts["adapter"] = _check_adapter(config, model_config)
         _check_frozen_models(config, found)
         longest = _check_prompts(config, data, tokenizer, info, found)
         memory = check_memory(config, info.source, longest)
@@ -148,12 +150,30 @@ def _check_routing(config: Config, model_config: Any) -> None:
             check_has_experts(AutoModelForCausalLM.from_config(model_config))
 
 
+def _check_adapter(config: Config, model_config: Any) -> str | None:
+    """The layers that `[lora]` names are there; what is trained, in words."""
+    if not config.lora.on:
+        return None
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from slipstream.models.lora import num_trained
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    total = sum(p.numel() for p in model.parameters())
+    return f"adapter of rank {config.lora.rank}: {num_trained(model, config.lora):,} parameters are trained, {total:,} stay as they are"
+
+
 def _check_frozen_models(config: Config, found: Findings) -> None:
     """The reference and the teacher speak of the same tokens; who will compute with them."""
-    from slipstream.config.frozen_models import frozen_models
+    from slipstream.config.frozen_models import base_is_reference, frozen_models
     from slipstream.logprobs.loading import check_frozen_model
 
     stage = "read by the logprob stage" + ("" if config.launch == "inline" else ", a process of its own")
+    if base_is_reference(config):
+        words = f"loss.reference: the start model, {_reference_term(config.loss)}, the trainer's own base with the adapter off"
+        found.facts.setdefault("frozen_models", []).append(words)
     for frozen in frozen_models(config):
         with found.collect():
             if frozen.settings != config.model:
@@ -165,8 +185,12 @@ def _check_frozen_models(config: Config, found: Findings) -> None:
 
 def _learned_from(frozen: FrozenModel, loss: LossSettings) -> str:
     if frozen.key == "loss.reference":
-        return f"{loss.kl_coefficient:g} x {loss.reference_estimator} in the {loss.kl_in}"
+        return _reference_term(loss)
     return f"{loss.teacher_coefficient:g} x {loss.teacher_kl} KL"
+
+
+def _reference_term(loss: LossSettings) -> str:
+    return f"{loss.kl_coefficient:g} x {loss.reference_estimator} in the {loss.kl_in}"
 
 
 def _check_prompts(config: Config, data: Data | None, tokenizer: Any, info: ModelInfo, found: Findings) -> int:

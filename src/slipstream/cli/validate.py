@@ -83,4 +83,5 @@ def facts_in_words(facts: dict[str, Any]) -> list[str]:
     memory = f"memory about {facts['memory']}" if facts["memory"] else "memory unknown until the model is on this machine"
     if files := facts.get("weight_file_bytes"):
         memory += f"; weights in flight take {files / 2**30:.2f} GiB of disk"
-    return [f"{rows}; {prompt}, vocabulary {facts['vocabulary']:,}", *facts.get("frozen_models", ()), memory]
+    adapter = [facts["adapter"]] if facts.get("adapter") else []
+    return [f"{rows}; {prompt}, vocabulary {facts['vocabulary']:,}", *adapter, *facts.get("frozen_models", ()), memory]

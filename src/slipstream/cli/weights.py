@@ -39,13 +39,28 @@ def load_trained(settings: ModelSettings, checkpoint: Path) -> tuple[Any, Any, M
 
 
 def put_weights(model: Any, checkpoint: Path) -> None:
-    """Overwrite the model's weights with a checkpoint's, which is verified first, in the model's own dtypes.
+    """Overwrite the model's weights with a checkpoint's, which is verified first, in the model's own dtypes; an adapter's are merged.
 
     A checkpoint of a bfloat16 run holds bfloat16 weights, or the float32 ones they were rounded from: rounding gives the same either way.
     """
     from slipstream.checkpoint_files import verify_checkpoint
-    from slipstream.trainer.checkpoint import load_weights, read_tensors
+    from slipstream.tensors import overwrite
+    from slipstream.trainer.checkpoint import ADAPTER, read_tensors
 
     verify_checkpoint(checkpoint)
-    own, weights = model.state_dict(), read_tensors(checkpoint / "model")
-    load_weights(model, {name: t.to(own[name].dtype) if name in own else t for name, t in weights.items()}, checkpoint / "model")
+    if (checkpoint / ADAPTER).is_dir():
+        weights = _merged(model, checkpoint / ADAPTER)
+    else:
+        weights = read_tensors(checkpoint / "model")
+    own = model.state_dict()
+    overwrite(own, {name: t.to(own[name].dtype) if name in own else t for name, t in weights.items()}, checkpoint)
+
+
+def _merged(model: Any, folder: Path) -> dict[str, Any]:
+    """The whole weights that the adapter in this folder makes of the model, which stays as it is."""
+    from slipstream.models.lora import Adapter
+
+    adapter = Adapter.read(model, folder)
+    weights = adapter.merged()
+    adapter.remove()
+    return weights

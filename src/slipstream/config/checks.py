@@ -15,6 +15,7 @@ from pathlib import Path
 from slipstream.config.arithmetic import max_context_tokens
 from slipstream.config.frozen_models import only_teacher
 from slipstream.config.gate_problems import gate_advice, gate_problems
+from slipstream.config.lora_problems import lora_advice, lora_problems
 from slipstream.config.loss_problems import loss_advice, loss_problems
 from slipstream.config.loss_tables import is_own
 from slipstream.config.paths import is_inline_template, resolve_path
@@ -37,6 +38,7 @@ def check(config: Config, *, reward_given: bool, base_folder: Path) -> list[Conf
     return [
         *(Conflict(keys, text) for keys, text in loss_problems(config, reward_given=reward_given)),
         *(Conflict(keys, text) for keys, text in gate_problems(config)),
+        *(Conflict(keys, text) for keys, text in lora_problems(config)),
         *_deterministic(config),
         *_replicas(config),
         *_environment(config),
@@ -262,6 +264,7 @@ def advice(config: Config) -> list[str]:
     samples = config.rollout.num_samples
     out += loss_advice(config)
     out += gate_advice(config)
+    out += lora_advice(config)
     if config.engine.slots < samples:
         out.append(
             f"engine.slots = {config.engine.slots} is less than one group of {samples}: its rollouts take turns, and the prompt is "

@@ -1,6 +1,7 @@
 """Which frozen models a run holds beside the one that learns, and who computes with them. Torch-free.
 
 loss.kl_coefficient > 0                      reference    the logprob stage, for `reference_logprobs`
+  and [lora], reference = the start model    none         the trainer, over its own base with the adapter off
 loss.teacher, loss.teacher_kl = "sampled"    teacher      the logprob stage, for `teacher_logprobs`
 loss.teacher, loss.teacher_kl = "full"       teacher      the trainer: it needs every logit, not one per token
 """
@@ -30,12 +31,22 @@ def frozen_models(config: Config) -> list[FrozenModel]:
     [('loss.reference', 'reference_logprobs'), ('loss.teacher', None)]
     """
     models = []
-    if config.loss.kl_coefficient > 0:
+    if config.loss.kl_coefficient > 0 and not base_is_reference(config):
         models.append(FrozenModel("loss.reference", _settings(config, config.loss.reference or config.model.name), REFERENCE_LOGPROBS))
     if config.loss.teacher is not None:
         array = TEACHER_LOGPROBS if config.loss.teacher_kl == "sampled" else None
         models.append(FrozenModel("loss.teacher", _settings(config, config.loss.teacher), array))
     return models
+
+
+def base_is_reference(config: Config) -> bool:
+    """The reference is the very model that the adapter lies on: no second copy is loaded, the trainer takes its own, adapter off."""
+    return config.lora.on and config.loss.kl_coefficient > 0 and config.loss.reference in (None, config.model.name)
+
+
+def loss_arrays(config: Config) -> tuple[str, ...]:
+    """The logprobs under other models that the loss needs of every trained rollout."""
+    return (*stage_models(config), *([REFERENCE_LOGPROBS] if base_is_reference(config) else []))
 
 
 def stage_models(config: Config) -> dict[str, FrozenModel]:

@@ -206,6 +206,36 @@ class TrainerSettings(Settings):
     device: str | None = Field(default=None, pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="Instead of model.device.")
 
 
+class LoraSettings(Settings):
+    rank: int = Field(
+        default=0, ge=0, description="Rank of the adapter that is trained in place of the model's weights; 0: no adapter, they are trained."
+    )
+    alpha: float = Field(
+        default=32.0, gt=0, description="The adapter's product is multiplied by alpha / rank, with rslora by alpha / sqrt(rank)."
+    )
+    targets: Literal["all-linear"] | list[str] = Field(
+        default="all-linear",
+        description="The linear layers that get an adapter, by the last part of their names (q_proj, down_proj, ...); all but the output "
+        "head by default.",
+    )
+    modules_to_save: list[str] = Field(
+        default=[], description="Modules that are trained and sent whole beside the adapter, by the last part of their names."
+    )
+    rslora: bool = Field(default=False, description="Rank-stabilised scaling: alpha / sqrt(rank).")
+    dora: bool = Field(
+        default=False,
+        description='Weight-decomposed LoRA; it is sent merged (weight_sync.payload = "full"), no engine adds it layer by layer.',
+    )
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Only 0 trains: dropout would make another model of the one that sampled the tokens."
+    )
+
+    @property
+    def on(self) -> bool:
+        """An adapter is trained, not the model's own weights."""
+        return self.rank > 0
+
+
 # The rows of the tables in `loss_tables.py`, written out so that a wrong name is refused with those that exist.
 LossPreset = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "gmpo", "cispo", "sapo", "rloo", "reinforce", "reinforce_pp", "opo", "maxrl", "decoupled_ppo",
@@ -279,7 +309,11 @@ class WeightSyncSettings(Settings):
         default=None,
         description="transport = 'files': where the files lie, for this run alone; the folder weights of the run folder by default.",
     )
-    payload: Literal["full"] = Field(default="full", description="What travels.")
+    payload: Literal["full", "adapter"] | None = Field(
+        default=None,
+        description="What travels: whole weights (of a LoRA run: merged), or the LoRA adapter alone. By default the adapter where there is "
+        "one that an engine can add.",
+    )
     every: int = Field(default=1, ge=1, description="Steps between two published versions; the last one is always published.")
     lag: int | None = Field(
         default=None,
@@ -338,6 +372,7 @@ class Config(Settings):
     engine: EngineSettings = EngineSettings()
     buffer: BufferSettings = BufferSettings()
     trainer: TrainerSettings = TrainerSettings()
+    lora: LoraSettings = LoraSettings()
     loss: LossSettings = LossSettings()
     weight_sync: WeightSyncSettings = WeightSyncSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -345,3 +380,8 @@ class Config(Settings):
     threshold: list[ThresholdSettings] = Field(default=[], description="One table per limit on a diagnostic.")
     metrics: MetricsSettings = MetricsSettings()
     ledger: LedgerSettings = LedgerSettings()
+
+    @property
+    def payload(self) -> Literal["full", "adapter"]:
+        """What travels to the engines: `weight_sync.payload`, or its default."""
+        return self.weight_sync.payload or ("adapter" if self.lora.on and not self.lora.dora else "full")

@@ -20,6 +20,7 @@ from slipstream.launch.context import RunContext
 from slipstream.logprobs.loading import load_frozen_model, load_stage
 from slipstream.logprobs.stage import LogprobStage
 from slipstream.models.loading import load_model
+from slipstream.models.lora import Adapter
 from slipstream.models.memory import num_weight_slots
 from slipstream.models.probe import probe
 from slipstream.models.routing import kept_routers
@@ -29,6 +30,7 @@ from slipstream.trainer.loop import Publisher
 from slipstream.trainer.trainer import Trainer
 from slipstream.weight_sync.files import FilePublisher, FileWeights
 from slipstream.weight_sync.memory import MemoryFile
+from slipstream.weight_sync.packing import Source
 from slipstream.weight_sync.shared_memory import MemoryPublisher, MemoryWeights
 
 ENGINE_ID = "engine-0"  # of the only one
@@ -40,20 +42,24 @@ def build_trainer(context: RunContext, slots: Sequence[MemoryFile]) -> tuple[Tra
     torch.manual_seed(config.run.seed)
     model, _, _ = load_model(config.model, device=config.trainer.device)
     teacher = trainer_teacher(config)
-    trainer = Trainer(config, model, teacher=None if teacher is None else load_frozen_model(teacher, config))
+    adapter = Adapter.of(model, config.lora, config.model) if config.lora.on else None
+    trainer = Trainer(config, model, None if teacher is None else load_frozen_model(teacher, config), adapter)
     if context.start_step:
         load_checkpoint(context.checkpoints / f"step-{context.start_step}", trainer)
+    source: Source = model
     dtype = getattr(torch, config.model.dtype)
+    if adapter is not None:  # in the dtypes that it computes with: float32 products, merged weights as the base
+        source, dtype = adapter.sent if config.payload == "adapter" else adapter.merged, None
     if context.weights is not None:
-        return trainer, FilePublisher(model, context.weights, num_weight_slots(config), dtype)
-    return trainer, MemoryPublisher(model, list(slots), dtype)
+        return trainer, FilePublisher(source, context.weights, num_weight_slots(config), dtype)
+    return trainer, MemoryPublisher(source, list(slots), dtype)
 
 
 def build_weights(context: RunContext, engine: EmbeddedEngine, slots: Sequence[MemoryFile]) -> Callable[[WeightsOffer], str]:
-    """What applies an offer to the engine's model and gives the checksum of the engine's own copy."""
+    """What applies an offer to the engine's weights and gives the checksum of the engine's own copy."""
     if context.weights is not None:
-        return FileWeights(engine.model, context.weights)
-    return MemoryWeights(engine.model, slots)
+        return FileWeights(engine.weights, context.weights)
+    return MemoryWeights(engine.weights, slots)
 
 
 def build_logprobs(config: Config) -> LogprobStage | None:
@@ -65,6 +71,10 @@ def build_engine(config: Config, engine_id: str = ENGINE_ID, *, evaluates_only: 
     """The embedded engine over a model that was proved against plain forwards. Its weights are still to come."""
     model, tokenizer, info = load_model(config.model, device=config.engine.device)
     max_context = context_limit(config, info)
+    adapter = None
+    if config.payload == "adapter" and not evaluates_only:
+        adapter = Adapter.of(model, config.lora, config.model)
+        adapter.perturb()  # for the proof; the first version overwrites it
     proof = probe(model, slots=config.engine.slots, max_context=max_context)
     for note in proof.notes:
         print(f"note: {note}", file=sys.stderr)  # of an engine process: log/<its id>.log
@@ -80,4 +90,5 @@ def build_engine(config: Config, engine_id: str = ENGINE_ID, *, evaluates_only: 
         saved_states=config.engine.saved_states,
         saved_bytes=config.engine.saved_mib << 20,
         routers=None if evaluates_only else kept_routers(model, config.rollout.keep_routing),
+        adapter=adapter,
     )

@@ -15,6 +15,7 @@ _VECTOR_FLAGS = ("avx2", "avx512f", "amx_bf16", "asimd", "sve")
 
 def numerics(config: Config) -> dict[str, str]:
     """The numerics fingerprint: equal fingerprints, settings and recorded batches give equal weights, bit for bit."""
+    adapter = {"peft": importlib.metadata.version("peft")} if config.lora.on else {}
     return {
         "torch": importlib.metadata.version("torch"),
         "transformers": importlib.metadata.version("transformers"),
@@ -25,6 +26,7 @@ def numerics(config: Config) -> dict[str, str]:
         "trainer_threads": str(config.trainer.threads),
         "dtype": config.model.dtype,
         "attention": "slipstream",
+        **adapter,
     }
 
 

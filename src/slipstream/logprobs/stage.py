@@ -45,8 +45,11 @@ class LogprobStage(LogprobClient):
     default_temperature: float = 1.0
 
     async def annotate(self, group: Group) -> Group:
-        """See `LogprobClient`; rollouts that have failed stay as they are. Computes at once and never waits: called in an event loop, it
-        leaves the order of events as it is."""
+        """See `LogprobClient`. Computes at once and never waits: called in an event loop, it leaves the order of events as it is."""
+        return self.annotated(group)
+
+    def annotated(self, group: Group) -> Group:
+        """What `annotate` gives; rollouts that have failed stay as they are."""
         read = {r.sample: r for r in group.rollouts if r.status.ok}
         for name, model in self.models.items():
             read = {sample: _if_tokens_known(r, name, num_embeddings(model)) for sample, r in read.items()}

@@ -1,6 +1,7 @@
 """How much memory a run needs, estimated before anything is loaded. No torch: it reads config.json and safetensors headers.
 
-Trainer      weights + gradients + AdamW's two moments, + float32 master weights for a bfloat16 model, + activations of one micro-batch
+Trainer      weights + gradients + AdamW's two moments, + float32 master weights for a bfloat16 model, + activations of one micro-batch;
+             with an adapter, gradients and moments are the adapter's alone
 Engine       weights + keys and values of all slots at full context, up to 1 GiB of them a second time (`dense_rows.py`); and of saved
              states; each replica. All but the states once more for the copy that an evaluation pins, on one of them
 Frozen       a reference or a teacher: weights + activations of a forward pass, in the logprob stage or beside the trainer's model
@@ -93,7 +94,6 @@ def memory_need(
     config: Config, size: ModelSize, prompt_tokens: int = 0, frozen: Mapping[ModelSettings, ModelSize] | None = None
 ) -> MemoryNeed:
     """Estimate the bytes of each part of a run with a model of this size; `frozen`: the sizes of the frozen models beside it."""
-    weights = size.num_parameters * _ELEMENT_BYTES[config.model.dtype]
     trainer, engine = _trainer_bytes(config, size, prompt_tokens), _engine_bytes(config, size)
     loaded = {
         (model.settings, model.array is None) for model in frozen_models(config)
@@ -106,7 +106,7 @@ def memory_need(
         "trainer": trainer,
         "engine": engine,
         **others,
-        "weight sync": num_weight_slots(config) * weights if config.weight_sync.transport == "shared_memory" else 0,
+        "weight sync": num_weight_slots(config) * _sent_bytes(config, size) if config.weight_sync.transport == "shared_memory" else 0,
         "processes": num_processes * _PROCESS_BYTES,
     }
     host = parts["weight sync"] + parts["processes"]
@@ -123,13 +123,23 @@ def num_weight_slots(config: Config) -> int:
 
 def weight_file_bytes(config: Config, folder: Path) -> int:
     """Disk that weights in flight take with `weight_sync.transport = "files"`; `folder` is that of the model that learns."""
-    return num_weight_slots(config) * read_model_size(folder).num_parameters * _ELEMENT_BYTES[config.model.dtype]
+    return num_weight_slots(config) * _sent_bytes(config, read_model_size(folder))
+
+
+def _sent_bytes(config: Config, size: ModelSize) -> int:
+    """Of one version: the model, or an adapter alone."""
+    if config.payload == "adapter":
+        return _adapter_parameters(config, size) * _ELEMENT_BYTES["float32"]
+    return size.num_parameters * _ELEMENT_BYTES[config.model.dtype]
 
 
 def _trainer_bytes(config: Config, size: ModelSize, prompt_tokens: int) -> int:
     element = _ELEMENT_BYTES[config.model.dtype]
     float32 = _ELEMENT_BYTES["float32"]
-    state = element + float32 + 2 * float32 + (float32 if element != float32 else 0)  # weight, gradient, two moments, master
+    state = float32 + 2 * float32 + (float32 if element != float32 else 0)  # gradient, two moments, master
+    trained = size.num_parameters * state
+    if config.lora.on:  # float32 throughout; merged weights are made beside the base
+        trained = _adapter_parameters(config, size) * 4 * float32 + (size.num_parameters * element if config.payload == "full" else 0)
     batch_tokens = config.trainer.groups_per_step * _group_tokens(config, prompt_tokens, config.rollout.group_size)
     tokens = min(config.trainer.max_tokens_per_micro_batch, batch_tokens)
     per_layer = _values_per_layer(size)
@@ -138,7 +148,14 @@ def _trainer_bytes(config: Config, size: ModelSize, prompt_tokens: int) -> int:
     else:
         activations = tokens * size.num_layers * per_layer * element
     logits = 3 * min(tokens, config.trainer.logprob_chunk_tokens) * size.vocab_size * float32
-    return int(size.num_parameters * state + _FREED_MEMORY * (activations + logits))
+    return int(size.num_parameters * element + trained + _FREED_MEMORY * (activations + logits))
+
+
+def _adapter_parameters(config: Config, size: ModelSize) -> int:
+    """Of an adapter on every linear layer of the blocks; 0 without one. What `lora.modules_to_save` adds is not known here."""
+    attention = 4 * size.hidden_size + 2 * (size.hidden_size + size.kv_width)
+    mlp = 3 * (size.hidden_size + size.intermediate_size)
+    return config.lora.rank * size.num_layers * (attention + mlp)
 
 
 def _group_tokens(config: Config, prompt_tokens: int, rollouts: int) -> int:
@@ -162,10 +179,12 @@ def _engine_bytes(config: Config, size: ModelSize) -> int:
     element = _ELEMENT_BYTES[config.model.dtype]
     sequence = 2 * _context(config, size) * size.num_layers * size.kv_width * element  # keys and values at full context
     copies = config.engine.replicas + (1 if config.data.eval is not None else 0)  # the live weights, and those that an evaluation pins
+    weights = config.engine.replicas if config.payload == "adapter" else copies  # a pinned adapter shares its base
     saves = (config.rollout.interrupt, config.rollout.kv) == ("abort_resume", "keep")
     saved = min(config.engine.saved_states * sequence, config.engine.saved_mib << 20) if saves else 0
     running = config.engine.slots * sequence
-    return copies * (size.num_parameters * element + running + min(running, _DENSE_ROWS_BYTES)) + config.engine.replicas * saved
+    caches = copies * (running + min(running, _DENSE_ROWS_BYTES)) + config.engine.replicas * saved
+    return weights * size.num_parameters * element + caches
 
 
 def _context(config: Config, size: ModelSize) -> int:

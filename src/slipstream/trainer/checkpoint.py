@@ -4,6 +4,8 @@ A set of tensors is a folder with an index and one or more safetensors files:
 
     index.json   {"tensors": {name: {"dtype", "shape", "shards": [{"file", "key", "offset", "shape"}]}}, "aliases": {tied name: name}}
 
+Where an adapter is trained, its tensors are in a folder of peft's own format instead (`models/lora.py`).
+
 Each shard says which part of the global tensor it holds (offset and shape per dimension), so that many ranks can write a checkpoint and
 another number of ranks can read it. Here one rank writes one shard per tensor.
 
@@ -27,10 +29,11 @@ from safetensors.torch import save_file
 from slipstream.checkpoint_files import describe_files, fsync, verify_checkpoint, write_bytes, write_manifest
 from slipstream.errors import CheckpointError
 from slipstream.protocols import CheckpointManifest
-from slipstream.tensors import distinct, dtype_name, dtype_of
+from slipstream.tensors import distinct, dtype_name, dtype_of, overwrite
 from slipstream.trainer.trainer import Trainer
 
 INDEX = "index.json"
+ADAPTER = "adapter"  # in place of model/ where an adapter is trained: a folder as peft writes it
 TRAINER = "trainer.json"
 
 
@@ -60,6 +63,7 @@ class TrainerState(msgspec.Struct, frozen=True):
     step: int  # batches finished; the learning-rate schedule is a function of it
     skipped_in_a_row: int
     torch_rng: str  # base64 of torch's CPU generator state
+    base_checksum: str | None = None  # of the frozen weights that the adapter lies on; None: the whole weights are trained
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------------------
@@ -77,10 +81,14 @@ def write_checkpoint(
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    tensors, aliases = distinct(trainer.model.state_dict())
-    write_tensors(folder / "model", tensors, aliases)
+    if trainer.adapter is not None:
+        trainer.adapter.write(folder / ADAPTER)
+    else:
+        tensors, aliases = distinct(trainer.model.state_dict())
+        write_tensors(folder / "model", tensors, aliases)
     write_tensors(folder / "optimizer", trainer.optimizer.state_tensors())
-    state = TrainerState(trainer.step, trainer.skipped_in_a_row, base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode())
+    base = None if trainer.adapter is None else trainer.adapter.base_checksum
+    state = TrainerState(trainer.step, trainer.skipped_in_a_row, base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(), base)
     write_bytes(folder / TRAINER, msgspec.json.encode(state))
     manifest = CheckpointManifest(
         run_id=run_id,
@@ -123,11 +131,19 @@ def load_checkpoint(folder: str | Path, trainer: Trainer) -> CheckpointManifest:
     """
     folder = Path(folder)
     manifest = verify_checkpoint(folder)
-    weights, optimizer = read_tensors(folder / "model"), read_tensors(folder / "optimizer")
+    optimizer = read_tensors(folder / "optimizer")
     state = _decode(folder / TRAINER, TrainerState)
     if state.step != manifest.step:
         raise CheckpointError(f"{folder / TRAINER} is of step {state.step}, its manifest of step {manifest.step}")
-    load_weights(trainer.model, weights, folder / "model")
+    if trainer.adapter is None:
+        overwrite(trainer.model.state_dict(), read_tensors(folder / "model"), folder / "model")
+    else:
+        if state.base_checksum != trainer.adapter.base_checksum:
+            raise CheckpointError(
+                f"{folder / ADAPTER} lies on a base of checksum {state.base_checksum}, model.name has {trainer.adapter.base_checksum}: "
+                "the files of the model have changed since"
+            )
+        trainer.adapter.load(folder / ADAPTER)
     try:
         trainer.optimizer.load_state_tensors(optimizer)
     except KeyError as error:
@@ -136,23 +152,6 @@ def load_checkpoint(folder: str | Path, trainer: Trainer) -> CheckpointManifest:
     torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))
     trainer.step, trainer.skipped_in_a_row = state.step, state.skipped_in_a_row
     return manifest
-
-
-@torch.no_grad()
-def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], source: Path) -> None:
-    """Overwrite the model's tensors in place; CheckpointError, before anything is touched, where names, shapes or dtypes differ."""
-    own = model.state_dict()
-    if own.keys() != weights.keys():
-        raise CheckpointError(f"{source} holds other tensors than this model: {sorted(own.keys() ^ weights.keys())[:3]} and so on")
-    for name, tensor in own.items():
-        given = weights[name]
-        if given.shape != tensor.shape or given.dtype != tensor.dtype:
-            raise CheckpointError(
-                f"{source}: {name} is {dtype_name(given.dtype)}{list(given.shape)}, this model has "
-                f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
-            )
-    for name, tensor in own.items():
-        tensor.copy_(weights[name])
 
 
 def read_tensors(folder: str | Path) -> dict[str, torch.Tensor]:

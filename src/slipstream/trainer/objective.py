@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.config.frozen_models import stage_models
+from slipstream.config.frozen_models import loss_arrays
 from slipstream.config.loss_tables import CORRECTIONS
 from slipstream.config.losses import resolve
 from slipstream.config.settings import Config
@@ -60,7 +60,7 @@ class Objective:
 
     def __init__(self, config: Config):
         self.loss = resolve(config.loss)
-        self.arrays = tuple(stage_models(config))  # aligned arrays that every rollout must have
+        self.arrays = loss_arrays(config)  # aligned arrays that every rollout must have
         self._settings = config.loss
         self._policy = losses.policy_loss(self.loss)
         self._by_micro_batch = [c for c in self.loss.corrections if not CORRECTIONS[c.type].whole_batch]

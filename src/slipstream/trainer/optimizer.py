@@ -34,11 +34,11 @@ def learning_rate(settings: TrainerSettings, step: int) -> float:
 
 
 class Optimizer:
-    """AdamW over a model's parameters, each once (tied ones are one). Matrices are decayed; biases and norms are not."""
+    """AdamW over a model's trained parameters, each once (tied ones are one). Matrices are decayed; biases and norms are not."""
 
     def __init__(self, model: nn.Module, settings: TrainerSettings):
         self._settings = settings
-        self._parameters = dict(model.named_parameters())
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._masters: dict[str, torch.Tensor] = {}  # float32, what AdamW updates; the parameter itself where it is float32
         for name, parameter in self._parameters.items():
             self._masters[name] = parameter if parameter.dtype == torch.float32 else self._make_master(parameter)

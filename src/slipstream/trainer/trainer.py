@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from slipstream.config.frozen_models import trainer_teacher
+from slipstream.config.frozen_models import base_is_reference, trainer_teacher
 from slipstream.config.settings import Config
 from slipstream.errors import DataError, RunFailed
 from slipstream.models.head import base_model
+from slipstream.models.lora import Adapter
 from slipstream.models.routing import Replay, kept_routers, replay
 from slipstream.models.support import num_embeddings
 from slipstream.tensors import dtype_name
@@ -27,6 +28,7 @@ from slipstream.trainer.aggregation import token_weights
 from slipstream.trainer.diagnostics import Diagnostics
 from slipstream.trainer.freed_memory import keep_freed_memory
 from slipstream.trainer.logprobs import Teacher, TokenOutputs, token_logprobs
+from slipstream.trainer.lora import BaseReference
 from slipstream.trainer.objective import Objective, Value
 from slipstream.trainer.optimizer import Optimizer, learning_rate
 from slipstream.trainer.packing import MicroBatch, pack
@@ -50,15 +52,17 @@ class Trainer:
 
     The model's attention must be slipstream's (`models.attention.attach`). All dropout is switched off: with it, the ratio to the
     sampler would not be 1 for fresh weights, and siblings would share one prompt's mask. So must the teacher's be: a frozen model that
-    full-vocabulary distillation compares with (`loss.teacher_kl = "full"`).
+    full-vocabulary distillation compares with (`loss.teacher_kl = "full"`). With an `adapter` in the model, that alone is trained.
     """
 
-    def __init__(self, config: Config, model: nn.Module, teacher: nn.Module | None = None):
+    def __init__(self, config: Config, model: nn.Module, teacher: nn.Module | None = None, adapter: Adapter | None = None):
         if (teacher is None) != (trainer_teacher(config) is None):
             raise ValueError('the trainer holds a teacher with loss.teacher_kl = "full", and only then')
         self.config = config
         self.model = model
+        self.adapter = adapter
         self.objective = Objective(config)
+        self.reference = BaseReference(adapter, config) if adapter is not None and base_is_reference(config) else None
         self.teacher = None if teacher is None else teacher.to(device=next(model.parameters()).device).requires_grad_(False).eval()
         self.step = 0
         self.skipped_in_a_row = 0
@@ -67,7 +71,8 @@ class Trainer:
             keep_freed_memory()
         _no_dropout(model)
         _sparse_lookup(model)
-        model.requires_grad_(True)
+        if adapter is None:
+            model.requires_grad_(True)
         model.eval()
         if config.trainer.gradient_checkpointing:
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # the older name
@@ -99,6 +104,8 @@ class Trainer:
         return result
 
     def _train(self, batch: Batch) -> TrainStep:
+        if self.reference is not None:
+            batch = self.reference.annotated(batch)
         minibatches = [pack(part, self.config.trainer.max_tokens_per_micro_batch) for part in self._read(batch)]
         micro_batches = [m for part in minibatches for m in part]
         metrics = {
@@ -221,7 +228,8 @@ class Trainer:
             value = self.objective(chunk, outputs, start, weight)
             value.loss.backward()
             parts.append((outputs.detach(), value.detach()))
-        hidden.backward(leaf.grad)
+        if hidden.requires_grad:  # it has none where the head alone has an adapter
+            hidden.backward(leaf.grad)
         return TokenOutputs.joined([outputs for outputs, _ in parts]), Value.joined([value for _, value in parts])
 
     @contextmanager

@@ -26,7 +26,16 @@ from slipstream.weight_sync.hashed_copy import Hasher, NoHash, hashed_copy, hash
 
 ALIGNMENT = 64  # bytes: `Tensor.view(dtype)` needs offsets divisible by the item size, and vector loads like cache lines
 
-Source = nn.Module | Mapping[str, Tensor]
+
+class OnBase(dict[str, Tensor]):
+    """Named tensors that mean something only on top of frozen ones, which have this checksum: an adapter's."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], base_checksum: str):
+        super().__init__(tensors)
+        self.base_checksum = base_checksum
+
+
+Source = nn.Module | Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]  # a callable makes its tensors when they are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,7 @@ class WeightLayout:
     entries: tuple[ManifestEntry, ...]
     aliases: dict[str, str]  # tied name -> the name its bytes are sent under
     total_bytes: int  # a multiple of 64
+    base_checksum: str | None = None  # of what an adapter's tensors lie on
 
     @classmethod
     def of(cls, source: Source, dtype: torch.dtype | None = None) -> WeightLayout:
@@ -50,13 +60,14 @@ class WeightLayout:
             nbytes = tensor.numel() * wire.itemsize
             entries.append(ManifestEntry(name=name, dtype=dtype_name(wire), shape=tuple(tensor.shape), offset=at, nbytes=nbytes))
             at += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(entries), aliases, at)
+        return cls(tuple(entries), aliases, at, source.base_checksum if isinstance(source, OnBase) else None)
 
     def manifest(self, incarnation: int, version: int, checksum: str) -> Manifest:
         return Manifest(
             incarnation=incarnation,
             version=version,
             checksum=checksum,
+            base_checksum=self.base_checksum,
             total_bytes=self.total_bytes,
             entries=self.entries,
             aliases=self.aliases,
@@ -125,6 +136,11 @@ class WeightSet:
             name, one = next(iter(self.layout.aliases.items() ^ manifest.aliases.items()))
             where = "only here" if self.layout.aliases.get(name) == one else "only at the trainer"
             raise WeightSyncError(f"weights {name_of(manifest)} do not fit this engine's model: {name} is tied to {one} {where}")
+        if self.layout.base_checksum != manifest.base_checksum:
+            raise WeightSyncError(
+                f"weights {name_of(manifest)} lie on a base that hashes to {manifest.base_checksum}, this engine's to "
+                f"{self.layout.base_checksum}: trainer and engine did not load the same files of model.name"
+            )
         if self.layout.total_bytes != manifest.total_bytes:
             raise WeightSyncError(
                 f"weights {name_of(manifest)}: the block has {manifest.total_bytes} bytes, "
@@ -166,7 +182,8 @@ def send(layout: WeightLayout, source: Source, write: Callable[[memoryview], obj
 def named_tensors(source: Source) -> dict[str, Tensor]:
     """Name -> detached tensor that shares the live memory, in a fixed order; asked for at each use, since `.to()` replaces them."""
     if not isinstance(source, nn.Module):
-        return {name: tensor.detach() for name, tensor in source.items()}
+        tensors = source() if callable(source) else source
+        return {name: tensor.detach() for name, tensor in tensors.items()}
     state = source.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):

@@ -18,9 +18,11 @@ from slipstream.engines.embedded.stream import MIN_ROWS, Admitted, Stream
 from slipstream.engines.embedded.versions import Version
 from slipstream.errors import ModelError
 from slipstream.models.attention import attach
+from slipstream.models.lora import Adapter
 from slipstream.models.routing import Routers
 from slipstream.models.support import context_limit, num_embeddings
 from slipstream.types import Frame, GenerateRequest, Purpose, RequestKey, StopReason
+from slipstream.weight_sync.packing import Source
 
 PINNED_EVERY = 4  # while training sequences run, at most every 4th tick is a pinned one
 
@@ -32,7 +34,8 @@ class EmbeddedEngine:
     pinned copy. Decode passes are padded to `min_rows` rows (at least 4); `probe.py` finds the number at which a row's result does
     not depend on its neighbours. `seed` is mixed with that of each request. `policy` says what new weights do to running sequences;
     `saved_states` and `saved_bytes` bound the states that it and `save` keep. With the model's `routers`, its routing of the tokens of
-    training requests is reported when they end.
+    training requests is reported when they end. With an `adapter` in the model, versions are versions of the adapter: the base stays, and a
+    pinned copy shares it.
 
     Requests with purpose EVAL run on a copy of the weights made by `pin`, in ticks of their own and at low priority.
     """
@@ -52,6 +55,7 @@ class EmbeddedEngine:
         saved_states: int = 64,
         saved_bytes: int = 1 << 30,
         routers: Routers | None = None,
+        adapter: Adapter | None = None,
     ):
         limit = context_limit(model.config)
         if limit is not None and max_context > limit:
@@ -68,6 +72,7 @@ class EmbeddedEngine:
         self._new_stream = partial(Stream, slots=slots, max_context=max_context, min_rows=min_rows, prefill_budget=prefill_budget)
         self._live = self._new_stream(model, saved_states=saved_states, saved_bytes=saved_bytes, routers=routers)
         self._policy = policy
+        self._adapter = adapter
         self._pinned: _Pinned | None = None
         self._sequences: dict[int, tuple[Stream, Sequence]] = {}
         self._handles: dict[RequestKey, int] = {}
@@ -205,8 +210,13 @@ class EmbeddedEngine:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The live model; its tensors may be overwritten between two ticks, followed by `set_version`."""
+        """The live model."""
         return self._live.model
+
+    @property
+    def weights(self) -> Source:
+        """The tensors that a version is made of; they may be overwritten between two ticks, followed by `set_version`."""
+        return self.model if self._adapter is None else self._adapter.sent
 
     def may_adopt(self) -> bool:
         """New weights are in hand: whether they may be adopted now. Called before every tick until they are.
@@ -244,7 +254,8 @@ class EmbeddedEngine:
             raise ValueError(f"version {self._pinned.version[1]} is pinned already; one evaluation at a time")
         if self.version[1] < 0:
             raise ValueError("the engine has no weights to pin yet")
-        model = self.model if share else copy.deepcopy(self.model).requires_grad_(False)
+        frozen = () if self._adapter is None else self._adapter.frozen  # no version changes these
+        model = self.model if share else copy.deepcopy(self.model, {id(p): p for p in frozen}).requires_grad_(False)
         self._pinned = _Pinned(self._new_stream(model), self.version)
         return (*self.version, self.checksum)
 

@@ -38,7 +38,7 @@ async def run_engine(
                 nothing, so these waits have no deadline here: a lost controller raises PeerLost out of `next_weights`
     unblocked   by `wake.set()` after submit, cancel and unpin, by the offer, or by a worker that reads or is lost
 
-    `load_weights` copies an offer's bytes into `engine.model` and gives the checksum of the engine's own copy.
+    `load_weights` copies an offer's bytes into `engine.weights` and gives the checksum of the engine's own copy.
     """
     offer = _next_offer(engine, controller)
     try:

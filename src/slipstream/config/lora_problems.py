@@ -1,0 +1,45 @@
+"""What does not go together in `[lora]` and with it, and why. No torch; what the model itself has is judged when it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from slipstream.config.settings import Config, LoraSettings
+
+Problem = tuple[tuple[str, ...], str]  # (keys, the first to blame; what is wrong and what to do)
+
+
+def lora_problems(config: Config) -> Iterator[Problem]:
+    """Everything about `[lora]` and `weight_sync.payload`; keys are whole, as `lora.rank`."""
+    lora, payload = config.lora, config.weight_sync.payload
+    if not lora.on:
+        yield from _without_rank(lora)
+        if payload == "adapter":
+            yield ("weight_sync.payload", "lora.rank"), 'payload = "adapter" without an adapter; set lora.rank, or use payload = "full"'
+        return
+    if find_spec("peft") is None:
+        yield ("lora.rank",), f"rank = {lora.rank} needs peft, which is not installed: use pip install 'slipstream[lora]'"
+    if lora.dropout > 0:
+        reason = "rollouts of a group share their packed prompt, and fresh weights must give the sampler's very logprobs"
+        yield ("lora.dropout",), f"dropout = {lora.dropout:g}: the trainer has all dropout off, because {reason}; leave it out"
+    if lora.targets == []:
+        yield ("lora.targets",), 'targets = [] adapts nothing; name linear layers, or use "all-linear"'
+    if lora.dora and payload == "adapter":
+        reason = "an engine would need the norms of all merged weights for every token"
+        yield ("weight_sync.payload", "lora.dora"), f'payload = "adapter" with dora: {reason}; use payload = "full" or leave it out'
+
+
+def _without_rank(lora: LoraSettings) -> Iterator[Problem]:
+    for name, field in LoraSettings.model_fields.items():
+        if (value := getattr(lora, name)) != field.get_default(call_default_factory=True):
+            given = str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+            yield (f"lora.{name}", "lora.rank"), f"{name} = {given} without an adapter; set lora.rank, or leave {name} out"
+
+
+def lora_advice(config: Config) -> Iterator[str]:
+    """What is allowed and probably not meant, one sentence each."""
+    if config.lora.on and config.trainer.learning_rate <= 2e-5:
+        yield (
+            f"trainer.learning_rate = {config.trainer.learning_rate:g} is one for whole weights; an adapter usually wants ten times as much"
+        )

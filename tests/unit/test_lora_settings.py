@@ -1,0 +1,85 @@
+"""`[lora]` settings: what excludes what, which payload is sent, who computes the reference, how much memory an adapter saves."""
+
+from __future__ import annotations
+
+from importlib import util
+from typing import Any
+
+import pytest
+
+from slipstream.config import Config, check_config
+from slipstream.config.checks import advice
+from slipstream.config.frozen_models import base_is_reference, frozen_models, loss_arrays, stage_models
+from slipstream.errors import ConfigError
+from slipstream.models.memory import ModelSize, memory_need
+
+SIZE = ModelSize(1_000_000, hidden_size=100, intermediate_size=400, num_layers=2, kv_width=50, vocab_size=1000, context_tokens=64)
+
+
+def make(**tables: Any) -> Config:
+    return Config.model_validate({"reward": [{"function": "exact"}], **tables})
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"lora": {"targets": ["q_proj"]}}, ('targets = ["q_proj"] without an adapter', "set lora.rank")),
+        ({"lora": {"dora": True}}, ("dora = true without an adapter", "leave dora out")),
+        ({"lora": {"rank": 4, "dropout": 0.05}}, ("dropout = 0.05", "share their packed prompt", "leave it out")),
+        ({"lora": {"rank": 4, "targets": []}}, ("targets = [] adapts nothing", '"all-linear"')),
+        ({"weight_sync": {"payload": "adapter"}}, ('payload = "adapter" without an adapter', "set lora.rank")),
+        ({"lora": {"rank": 4, "dora": True}, "weight_sync": {"payload": "adapter"}}, ('"adapter" with dora', "norms", '"full"')),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tables: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_config(make(**tables))
+    assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
+def test_an_adapter_without_peft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.config.lora_problems.find_spec", lambda name: None if name == "peft" else util.find_spec(name))
+    check_config(make())
+    with pytest.raises(ConfigError, match=r"rank = 4 needs peft, .*pip install 'slipstream\[lora\]'"):
+        check_config(make(lora={"rank": 4}))
+
+
+def test_a_learning_rate_of_whole_weights_is_advised_against() -> None:
+    said = [line for line in advice(make(lora={"rank": 4}, trainer={"learning_rate": 1e-5})) if "ten times" in line]
+    assert len(said) == 1
+    assert not any("ten times" in line for c in (make(), make(lora={"rank": 4}, trainer={"learning_rate": 1e-4})) for line in advice(c))
+
+
+@pytest.mark.parametrize(
+    ("tables", "payload"),
+    [
+        ({}, "full"),
+        ({"lora": {"rank": 1}}, "adapter"),
+        ({"lora": {"rank": 1, "dora": True}}, "full"),
+        ({"lora": {"rank": 1}, "weight_sync": {"payload": "full"}}, "full"),
+    ],
+)
+def test_the_adapter_travels_alone_where_an_engine_can_add_it(tables: dict[str, Any], payload: str) -> None:
+    assert make(**tables).payload == payload
+
+
+def test_the_base_is_the_reference_of_an_adapter() -> None:
+    kl = {"loss": {"kl_coefficient": 0.1}}
+    adapter, whole = make(lora={"rank": 1}, **kl), make(**kl)
+    assert base_is_reference(adapter) and not frozen_models(adapter) and loss_arrays(adapter) == ("reference_logprobs",)
+    assert not base_is_reference(whole) and set(stage_models(whole)) == {"reference_logprobs"} == set(loss_arrays(whole))
+    other = make(lora={"rank": 1}, loss={"kl_coefficient": 0.1, "reference": "other/model"})
+    assert not base_is_reference(other) and set(stage_models(other)) == {"reference_logprobs"}
+    assert not base_is_reference(make(lora={"rank": 1}))
+
+
+def test_an_adapter_needs_little_beside_its_base() -> None:
+    tables: dict[str, Any] = {"data": {"eval": 4}, "engine": {"slots": 1, "max_context": 64}, "rollout": {"max_new_tokens": 8}}
+    whole = memory_need(make(**tables), SIZE).parts
+    adapter = memory_need(make(lora={"rank": 2}, **tables), SIZE).parts
+    merged = memory_need(make(lora={"rank": 2}, weight_sync={"payload": "full"}, **tables), SIZE).parts
+    trained = 2 * 2 * (4 * 100 + 2 * 150 + 3 * 500)
+    assert whole["trainer"] - adapter["trainer"] == 12_000_000 - 16 * trained  # gradients and moments; the adapter with its own
+    assert adapter["weight sync"] == 3 * 4 * trained and merged["weight sync"] == whole["weight sync"] == 3 * 4_000_000
+    assert whole["engine"] - adapter["engine"] == 4_000_000 and merged["engine"] == whole["engine"]  # a pinned adapter shares its base
+    assert merged["trainer"] - adapter["trainer"] == 4_000_000
