@@ -32,8 +32,8 @@ class HttpSupervisor(Supervisor):
     """Starts engine and trainer from this file."""
 
     async def start(self, spec: ChildSpec, log: Path, command: list[str] | None = None) -> RoleProcess:
-        if spec.role in ("engine", "trainer"):
-            command = [sys.executable, __file__, spec.role]
+        if (kind := role.kind_of(spec.role)) in ("engine", "trainer"):
+            command = [sys.executable, __file__, kind]
         return await super().start(spec, log, command)
 
 

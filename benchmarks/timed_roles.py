@@ -211,7 +211,7 @@ class TimedTrainer:
     def __init__(self, config: Config):
         self.config, self.step, self.skipped_in_a_row = config, 0, 0
         self.model = torch.nn.Linear(1, 1)
-        self.optimizer = SimpleNamespace(state_tensors=lambda: {"moment": torch.zeros(1)})
+        self.optimizer, self.adapter = SimpleNamespace(state_tensors=lambda: {"moment": torch.zeros(1)}), None
 
     @property
     def version(self) -> int:
