@@ -56,6 +56,13 @@ def test_a_folder_loads_with_the_shared_attention(folder):
     assert info.notes == ()
 
 
+def test_quantised_weights_are_refused(folder):
+    edit(folder / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    for load in (load_tokenizer, load_model):
+        with pytest.raises(ModelError, match=r"stored quantised \(bitsandbytes\).*take the unquantised model, or a GGUF file"):
+            load(settings(folder))
+
+
 def test_two_loads_share_nothing(folder):
     first, _, _ = load_model(settings(folder))
     second, _, _ = load_model(settings(folder))

@@ -95,6 +95,9 @@ class Engines:
         try:
             await self._start(engine_id)
             version = await self._joined(engine_id)
+        except OSError:  # its process could not even be started
+            self._running.discard(engine_id)
+            raise
         finally:
             del self._joining[engine_id]
         return f"{engine_id} serves at version {version} after {asyncio.get_running_loop().time() - began:.1f} s"

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from slipstream import errors
 from slipstream.deadlines import START_S
-from slipstream.errors import RoleFailed, RoleHung, SlipstreamError
+from slipstream.errors import DeadlineExceeded, RoleFailed, RoleHung, SlipstreamError
 from slipstream.launch.page import Judge, Overdue, Page
 from slipstream.launch.processes import STACKS_SIGNAL, ChildSpec, RoleProcess, spawn
 from slipstream.launch.wire import Failure
@@ -159,21 +159,30 @@ class Supervisor:
     async def _end_failed(self, evidence: Evidence) -> SlipstreamError:
         """What happened to the role, whose process has ended then and against which nothing is held any more."""
         error = await self._explain(evidence)
-        self.processes[evidence.role].signal_group(signal.SIGKILL)
-        async with asyncio.timeout(KILL_DEADLINE_S):
-            await asyncio.shield(self._exits[evidence.role])
+        await self._kill(evidence.role)
         del self._evidence[evidence.role]  # with what its exit added
         return error
 
     async def end(self, role: str) -> None:
         """End this role on purpose, and what it started; nothing is held against it."""
         self._leaving.add(role)
-        self.processes[role].signal_group(signal.SIGKILL)
-        async with asyncio.timeout(KILL_DEADLINE_S):
-            await asyncio.shield(self._exits[role])
+        await self._kill(role)
         self._leaving.discard(role)
         self._evidence.pop(role, None)
         self._restarts.pop(role, None)
+
+    async def _kill(self, role: str) -> None:
+        """End the role and what it started, and wait until it has ended. DeadlineExceeded where the system does not end it."""
+        process = self.processes[role]
+        process.signal_group(signal.SIGKILL)
+        try:
+            async with asyncio.timeout(KILL_DEADLINE_S):
+                await asyncio.shield(self._exits[role])
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{role} (pid {process.pid}) has not ended {KILL_DEADLINE_S:.0f} s after SIGKILL: it waits inside the system, often for a "
+                "disk or a device"
+            ) from None
 
     async def left(self, role: str) -> None:
         """Wait until this role's process has ended; how it ended is for `watch` to judge."""

@@ -96,7 +96,9 @@ def load_tokenizer(settings: ModelSettings) -> tuple[PreTrainedTokenizerBase, Mo
     """The tokenizer with a chat template set, and what there is to know, without reading any weights."""
     with _readable_errors(settings), _quiet():
         source = resolve_source(settings)
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
+        whole = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        _check_unquantised(settings, whole)
+        config = whole.get_text_config()
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     generation_file = source / "generation_config.json"
     generation = json.loads(generation_file.read_text(encoding="utf-8")) if generation_file.is_file() else {}
@@ -138,6 +140,18 @@ def resolve_source(settings: ModelSettings) -> Path:
         folder = hub_folder(name, settings.revision)
     _check_folder(folder)
     return folder
+
+
+def _check_unquantised(settings: ModelSettings, config: Any) -> None:
+    """ModelError for weights that are stored quantised: nothing here trains or sends them, and an adapter's base must be known exactly."""
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is None:
+        return
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
+    raise ModelError(
+        f"model '{settings.name}' is stored quantised ({getattr(method, 'value', method)}), and models are trained in float32 or bfloat16, "
+        "with a LoRA adapter too; take the unquantised model, or a GGUF file, which is dequantised"
+    )
 
 
 def _is_gguf(name: str) -> bool:
