@@ -23,19 +23,18 @@ import torch
 from bench import Report, alternate, paired_ratio, spread, start
 from torch import Tensor
 from transformers import PreTrainedModel
-from weight_sync_roles import random_model
+from weight_sync_roles import PROMPT_TOKENS, decode_request, random_model
 
 from slipstream.config.settings import LoraSettings, ModelSettings
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.models.lora import Adapter
 from slipstream.protocols import Manifest
-from slipstream.types import GenerateRequest, Purpose, Sampling
 from slipstream.weight_sync.memory import MemoryFile
 from slipstream.weight_sync.packing import Source, WeightSet
 from slipstream.weight_sync.shared_memory import MemoryPublisher
 
 RANK = 16
-BATCH, PROMPT_TOKENS, NEW_TOKENS = 32, 52, 64
+BATCH, NEW_TOKENS = 32, 64
 ROUNDS = {True: 5, False: 15}  # of syncs; of decoding, so many times TICKS
 TICKS = 4
 
@@ -101,22 +100,7 @@ def decode(engine: EmbeddedEngine) -> None:
 def fill(engine: EmbeddedEngine) -> None:
     """A batch of sequences that do not end while they are timed, prompts prefilled."""
     for sample in range(BATCH):
-        ids = np.random.default_rng(sample).integers(3, 1000, PROMPT_TOKENS).astype(np.int32)
-        sampling = Sampling(temperature=1.0, max_new_tokens=NEW_TOKENS)
-        engine.submit(
-            GenerateRequest(
-                group_id=0,
-                sample=sample,
-                attempt=0,
-                turn=0,
-                purpose=Purpose.TRAIN,
-                token_ids=ids,
-                prompt_length=PROMPT_TOKENS,
-                num_sampled=0,
-                sampling=sampling,
-                stop_token_ids=(),
-            )
-        )
+        engine.submit(decode_request(sample, NEW_TOKENS))
     while len(engine.tick().handles) < BATCH:
         pass
 

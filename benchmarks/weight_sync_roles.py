@@ -150,7 +150,7 @@ async def run_engine_role(child: Child, controller: RemoteController, case: Case
 
     def decode() -> None:
         for sample in range(BATCH):
-            engine.submit(_request(sample))
+            engine.submit(decode_request(sample, NEW_TOKENS))
         wake.set()
 
     def load_weights(offer: WeightsOffer) -> str:
@@ -168,7 +168,8 @@ async def run_engine_role(child: Child, controller: RemoteController, case: Case
     await run_engine(engine, controller, load_weights, send_frame, wake, child.progress)
 
 
-def _request(sample: int) -> GenerateRequest:
+def decode_request(sample: int, new_tokens: int) -> GenerateRequest:
+    """One of a batch that decodes while weights come: a prompt of random tokens, and no token that ends it."""
     ids = np.random.default_rng(sample).integers(3, 1000, PROMPT_TOKENS).astype(np.int32)
     return GenerateRequest(
         group_id=0,
@@ -179,7 +180,7 @@ def _request(sample: int) -> GenerateRequest:
         token_ids=ids,
         prompt_length=len(ids),
         num_sampled=0,
-        sampling=Sampling(max_new_tokens=NEW_TOKENS),
+        sampling=Sampling(max_new_tokens=new_tokens),
         stop_token_ids=(),
     )
 
