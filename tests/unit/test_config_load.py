@@ -107,7 +107,7 @@ def test_every_problem_at_once_each_with_source_key_value_and_what_is_allowed(tm
     groups_per_step = "many"
     learning_rate = inf
     [engine]
-    type = "vllm"
+    type = "sglang"
     [data]
     eval = [1]
     [rollout]
@@ -122,7 +122,7 @@ def test_every_problem_at_once_each_with_source_key_value_and_what_is_allowed(tm
         ("run.toml", "trainer.stepz = 5", "unknown key", "trainer.steps"),
         ("run.toml", "trainer.groups_per_step", '"many"', "a whole number >= 1"),
         ("run.toml", "trainer.learning_rate = inf", "finite"),
-        ("run.toml", "engine.type", '"vllm"', '"embedded"'),
+        ("run.toml", "engine.type", '"sglang"', '"embedded"'),
         ("run.toml", "data.eval = [1]", "text or a whole number >= 1"),
         ("run.toml", "reward.0.function", "missing"),
         ("run.toml", "rollout.group_size = 1"),  # a cross-field check beside the wrong types

@@ -64,6 +64,13 @@ def test_saved_states_count_where_interrupts_make_them(saved, sequences):
     assert memory_need(remaking, SIZE).parts["engine"] == memory_need(plain, SIZE).parts["engine"]
 
 
+def test_a_server_holds_no_pinned_copy_and_has_processes_of_its_own():
+    plain = Config(data=DataSettings(eval=None), engine=EngineSettings(slots=8, type="vllm"))
+    assert memory_need(plain, SIZE).parts["engine"] == 2 * 4_000_000 + 8 * 2 * 64 * 2 * 50 * 4 + (3 << 30)
+    attached = Config(engine=EngineSettings(type="vllm", urls=["http://somewhere"]))
+    assert memory_need(attached, SIZE).parts["engine"] == 0
+
+
 def test_bfloat16_adds_masters_and_halves_the_rest():
     config = Config(model=ModelSettings(dtype="bfloat16"), data=DataSettings(eval=None), engine=EngineSettings(slots=8))
     parts = memory_need(config, SIZE).parts

@@ -54,6 +54,7 @@ def preflight(loaded: LoadedConfig, *, resumes: bool = False) -> Findings:
         check_run_folder(config, resumes)
     data = _data(loaded, found)
     _check_devices(config, found)
+    _check_server(config, found)
     _check_loss(config, found)
     _check_model(config, data, found)
     asyncio.run(_check_rewards(config, data, found))
@@ -90,6 +91,17 @@ def _check_devices(config: Config, found: Findings) -> None:
     for key, device in devices.items():
         with found.collect(f"{key}: "):
             resolve_device(device)
+
+
+def _check_server(config: Config, found: Findings) -> None:
+    """The environment that a server is to be started from has a vLLM that was tested. Running servers are asked when the run starts."""
+    if config.engine.type != "vllm" or config.engine.urls:
+        return
+    from slipstream.engines.vllm.environment import find_environment
+
+    with found.collect('engine.type = "vllm": '):
+        environment = asyncio.run(find_environment(config.engine.python))
+        found.facts["vllm"] = f"{environment.version} of {environment.python}"
 
 
 def _check_loss(config: Config, found: Findings) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config.arithmetic import max_context_tokens
+from slipstream.config.engine_problems import engine_problems
 from slipstream.config.frozen_models import only_teacher
 from slipstream.config.gate_problems import gate_advice, gate_problems
 from slipstream.config.lora_problems import lora_advice, lora_problems
@@ -39,6 +40,7 @@ def check(config: Config, *, reward_given: bool, base_folder: Path) -> list[Conf
         *(Conflict(keys, text) for keys, text in loss_problems(config, reward_given=reward_given)),
         *(Conflict(keys, text) for keys, text in gate_problems(config)),
         *(Conflict(keys, text) for keys, text in lora_problems(config)),
+        *(Conflict(keys, text) for keys, text in engine_problems(config)),
         *_deterministic(config),
         *_replicas(config),
         *_environment(config),

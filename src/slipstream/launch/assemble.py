@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torch
+from transformers import PreTrainedModel
 
 from slipstream.config.frozen_models import stage_models, trainer_teacher
 from slipstream.config.settings import Config
@@ -27,6 +28,7 @@ from slipstream.models.routing import kept_routers
 from slipstream.protocols import WeightsOffer
 from slipstream.trainer.checkpoint import load_checkpoint
 from slipstream.trainer.loop import Publisher
+from slipstream.trainer.probe import ProbedPublisher
 from slipstream.trainer.trainer import Trainer
 from slipstream.weight_sync.files import FilePublisher, FileWeights
 from slipstream.weight_sync.memory import MemoryFile
@@ -46,13 +48,19 @@ def build_trainer(context: RunContext, slots: Sequence[MemoryFile]) -> tuple[Tra
     trainer = Trainer(config, model, None if teacher is None else load_frozen_model(teacher, config), adapter)
     if context.start_step:
         load_checkpoint(context.checkpoints / f"step-{context.start_step}", trainer)
+    publisher = _publisher(context, model, adapter, slots)
+    return trainer, publisher if config.engine.type == "embedded" else ProbedPublisher(publisher, model)
+
+
+def _publisher(context: RunContext, model: PreTrainedModel, adapter: Adapter | None, slots: Sequence[MemoryFile]) -> Publisher:
+    config = context.config
     source: Source = model
     dtype = getattr(torch, config.model.dtype)
     if adapter is not None:  # in the dtypes that it computes with: float32 products, merged weights as the base
         source, dtype = adapter.sent if config.payload == "adapter" else adapter.merged, None
     if context.weights is not None:
-        return trainer, FilePublisher(source, context.weights, num_weight_slots(config), dtype)
-    return trainer, MemoryPublisher(source, list(slots), dtype)
+        return FilePublisher(source, context.weights, num_weight_slots(config), dtype)
+    return MemoryPublisher(source, list(slots), dtype)
 
 
 def build_weights(context: RunContext, engine: EmbeddedEngine, slots: Sequence[MemoryFile]) -> Callable[[WeightsOffer], str]:

@@ -49,11 +49,20 @@ def context_of(child: Child) -> RunContext:
 
 
 async def run_engine_role(child: Child, controller: RemoteController) -> None:
+    context = context_of(child)
+    if context.config.engine.type == "vllm":
+        from slipstream.launch.assemble_vllm import run_vllm_role
+
+        await run_vllm_role(child, context, controller)
+    else:
+        await _run_embedded(child, context, controller)
+
+
+async def _run_embedded(child: Child, context: RunContext, controller: RemoteController) -> None:
     from slipstream.engines.embedded.loop import run_engine
     from slipstream.launch.assemble import build_engine, build_weights
     from slipstream.launch.engine_socket import serve, socket_path
 
-    context = context_of(child)
     engine = build_engine(context.config, child.spec.role)
     wake = asyncio.Event()
     server = await serve(engine, socket_path(child.spec.socket_folder, engine.engine_id), wake.set)

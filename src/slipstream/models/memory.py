@@ -33,6 +33,7 @@ from slipstream.weight_sync.slots import slots_for
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 _FREED_MEMORY = 1.25  # what is freed is kept (on a CPU by `trainer/freed_memory.py`), and tensors of other sizes do not fill it wholly
 _PROCESS_BYTES = 500 << 20  # torch and transformers imported, allocator slack
+_SERVER_BYTES = 3 << 30  # vLLM's three processes without weights, keys and values, measured: imports, compiled kernels, buffers
 _MAX_HEADER_BYTES = 100 << 20
 _DENSE_ROWS_BYTES = 1 << 30  # `dense_rows.MAX_BYTES`, which lies beside torch
 _GIB = 1 << 30
@@ -183,6 +184,9 @@ def _engine_bytes(config: Config, size: ModelSize) -> int:
     saves = (config.rollout.interrupt, config.rollout.kv) == ("abort_resume", "keep")
     saved = min(config.engine.saved_states * sequence, config.engine.saved_mib << 20) if saves else 0
     running = config.engine.slots * sequence
+    if config.engine.type == "vllm":  # one copy of the weights, evaluated as it is; an update holds a second one
+        server = 2 * size.num_parameters * element + running + _SERVER_BYTES
+        return 0 if config.engine.urls else config.engine.replicas * server
     caches = copies * (running + min(running, _DENSE_ROWS_BYTES)) + config.engine.replicas * saved
     return weights * size.num_parameters * element + caches
 

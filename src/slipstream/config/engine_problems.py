@@ -1,0 +1,107 @@
+"""What an engine that is a server cannot do, or needs. No torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from slipstream.config.settings import Config, EngineSettings
+
+Problem = tuple[tuple[str, ...], str]  # (keys, the first to blame; what is wrong and what to do)
+
+
+def engine_problems(config: Config) -> Iterator[Problem]:
+    """Everything about the engine's type that does not go together with the rest."""
+    if config.engine.type == "embedded":
+        yield from _embedded(config.engine)
+        return
+    yield from _placing(config)
+    yield from _exactness(config)
+    yield from _sampling(config)
+    yield from _payload(config)
+    yield from _interrupt(config)
+
+
+def _embedded(engine: EngineSettings) -> Iterator[Problem]:
+    for key in ("python", "urls", "server_args"):
+        if getattr(engine, key):
+            yield (
+                (f"engine.{key}", "engine.type"),
+                f'{key} with engine.type = "embedded", which starts no server; use engine.type = "vllm" or leave it out',
+            )
+
+
+def _placing(config: Config) -> Iterator[Problem]:
+    engine = config.engine
+    if importlib.util.find_spec("aiohttp") is None:
+        yield (("engine.type",), "engine.type = \"vllm\" needs aiohttp, which is not installed; pip install 'slipstream[vllm]'")
+    if config.launch == "inline" and not config.run.deterministic and engine.replicas == 1:
+        yield (
+            ("engine.type", "launch"),
+            'engine.type = "vllm" with launch = "inline": a server generates when it likes, not at ticks of a logical clock; use launch = '
+            '"local"',
+        )
+    if engine.device is not None:
+        yield (
+            ("engine.device", "engine.type"),
+            f'device = "{engine.device}" with engine.type = "vllm": vLLM computes on what its build is for; leave it out',
+        )
+    if engine.urls and (engine.python or engine.server_args):
+        key = "python" if engine.python else "server_args"
+        yield (
+            (f"engine.{key}", "engine.urls"),
+            f"{key} with urls: the servers run already, so none is started; leave one of them out",
+        )
+    if engine.urls and len(engine.urls) != engine.replicas:
+        yield (
+            ("engine.urls", "engine.replicas"),
+            f"urls names {len(engine.urls)} servers with replicas = {engine.replicas}: each server is an engine; use replicas = "
+            f"{len(engine.urls)}",
+        )
+    bad = [url for url in engine.urls if not url.startswith(("http://", "https://", "unix:"))]
+    if bad:
+        yield (("engine.urls",), f'"{bad[0]}" is neither http://host:port nor unix:/path/of/socket')
+
+
+def _exactness(config: Config) -> Iterator[Problem]:
+    if config.run.deterministic:
+        yield (
+            ("run.deterministic", "engine.type"),
+            'deterministic = true with engine.type = "vllm": a server batches sequences as they come, and its sampling has no per-request '
+            'seed that its CPU build survives; use engine.type = "embedded"',
+        )
+
+
+def _sampling(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
+    for key in ("top_k", "top_p", "min_p"):
+        if getattr(rollout, key) != type(rollout).model_fields[key].default:
+            yield (
+                (f"rollout.{key}", "engine.type"),
+                f'{key} = {getattr(rollout, key):g} with engine.type = "vllm": the trainer normalises over the vocabulary that truncated '
+                f'sampling kept, which this server does not tell; leave it out or use engine.type = "embedded"',
+            )
+    if rollout.keep_routing:
+        yield (
+            ("rollout.keep_routing", "engine.type"),
+            'keep_routing = true with engine.type = "vllm": this server does not tell which experts a token was routed to; leave it out '
+            '(the trainer then routes by itself) or use engine.type = "embedded"',
+        )
+
+
+def _payload(config: Config) -> Iterator[Problem]:
+    if config.weight_sync.payload == "adapter" and config.lora.on:
+        yield (
+            ("weight_sync.payload", "engine.type"),
+            'payload = "adapter" with engine.type = "vllm": a server gets merged weights, which it computes with faster; leave payload out',
+        )
+
+
+def _interrupt(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
+    if rollout.interrupt == "abort_resume" and rollout.kv == "keep":
+        yield (
+            ("rollout.kv", "rollout.interrupt", "engine.type"),
+            'interrupt = "abort_resume" with kv = "keep" and engine.type = "vllm": a sequence that left the server comes back as tokens, '
+            'and the new weights read them anew; set kv = "recompute", or use interrupt = "in_flight"',
+        )

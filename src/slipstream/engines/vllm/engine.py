@@ -1,0 +1,417 @@
+"""A vLLM server as an engine: requests in, its token streams out as frames. `loop.py` gives it weights and sends its frames.
+
+    submit ──► waits: for its version, for one of `slots` places, for an update or a drain to end
+                 └──► one HTTP stream (a task) ──► tokens with logprob and version ──► take_frames
+                         ├─ breaks off: asked for again from its last token, within the client's budget
+                         └─ begins under newer weights than it was sent under: asked for again, so that what made its prompt is known
+
+At most `slots` sequences are on the server, as many as it runs at a time, so none waits inside it. A stream's `cache_salt` is the version
+that it is sent under: it shares a prefix only with streams of that version. It carries no seed: vLLM's CPU engine dies of one with a
+chunked prefill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import numpy as np
+
+from slipstream.engines.requests import Decode, StopStrings, check_request, make_stops
+from slipstream.engines.vllm.client import Transient
+from slipstream.engines.vllm.interrupts import ServerInterrupts
+from slipstream.engines.vllm.labels import Version, label_of, version_of
+from slipstream.errors import RunFailed, WeightSyncError
+from slipstream.types import Frame, GenerateRequest, Purpose, RequestKey, StopReason
+
+LOGPROB_ROUNDING = 1e-6  # a logprob in (0, 1e-6] is rounding of log 1
+NO_LOGPROB = -9998.0  # below: the server's stand-in for -inf and NaN
+
+
+class TokenSource(Protocol):
+    """What the engine asks of a server's client (`client.Client`)."""
+
+    def stream(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]: ...
+
+    async def retrying(self, call: Callable[[], Any]) -> Any: ...
+
+
+class _Moved(Exception):
+    """An update came between a stream's request and its first token."""
+
+
+class _Request:
+    """One request: waiting, or running as a task."""
+
+    __slots__ = ("handle", "oldest", "request", "stops", "task", "tokens")
+
+    def __init__(self, handle: int, request: GenerateRequest, stops: StopStrings | None):
+        self.handle, self.request, self.stops = handle, request, stops
+        self.tokens: list[int] = []  # sampled by this server
+        self.oldest = request.oldest_version  # of the sampled tokens
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.request.sampling.max_new_tokens - len(self.tokens)
+
+
+class VllmEngine:
+    """What `launch.engine_socket.serve` wants of an engine. Lives in one event loop.
+
+    `vocab_size` bounds token ids; `decode` turns ids into text, for stop strings; `model` is the name the server knows the model by.
+    `wake` is set whenever there is something to send or to do.
+    """
+
+    def __init__(
+        self,
+        server: TokenSource,
+        *,
+        engine_id: str,
+        model: str,
+        slots: int,
+        max_context: int,
+        vocab_size: int,
+        decode: Decode | None = None,
+        policy: ServerInterrupts | None = None,
+    ):
+        self.engine_id, self.slots = engine_id, slots
+        self.version: Version = (0, -1)  # -1: no weights yet
+        self.checksum = ""
+        self.wake = asyncio.Event()
+        self.failed: BaseException | None = None
+        self._server, self._model, self._decode = server, model, decode
+        self._max_context, self._vocab_size = max_context, vocab_size
+        self.policy = policy or ServerInterrupts()
+        self._incoming: tuple[Version, str] | None = None  # an update is under way
+        self._steady = asyncio.Event()  # none is
+        self._steady.set()
+        self._pinned: tuple[Version, str] | None = None
+        self._offered = False  # weights are in hand
+        self._waiting: dict[int, _Request] = {}
+        self._running: dict[int, _Request] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # also of cancelled requests, until they have let go
+        self._handles: dict[RequestKey, int] = {}
+        self._outbox = _Outbox(engine_id)
+        self._num_handles = 0
+
+    # ---- requests (the `Engine` protocol) ----------------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest) -> int:
+        """Queue a request; its handle. A key that waits or runs gives the same one. ValueError for what cannot be served."""
+        if request.key in self._handles:
+            return self._handles[request.key]
+        check_request(request, self._max_context, self._vocab_size)
+        self._check_pinned(request)
+        handle, self._num_handles = self._num_handles, self._num_handles + 1
+        self._handles[request.key] = handle
+        self._waiting[handle] = _Request(handle, request, make_stops(request, self._decode))
+        self._start_ready()
+        return handle
+
+    def cancel(self, handle: int) -> None:
+        """Take the request out; the server is told by the end of its stream."""
+        request = self._waiting.get(handle) or self._running.get(handle)
+        if request is not None:
+            self._take_out(request)
+            self._start_ready()
+
+    def handle(self, key: RequestKey) -> int | None:
+        return self._handles.get(key)
+
+    def save(self, handle: int) -> int | None:
+        """None: a server keeps no state by name. A fork reads its prefix again, or finds it in the server's prefix cache."""
+        return None
+
+    def free(self, state: int) -> None: ...
+
+    def free_all_states(self) -> None: ...
+
+    def pin(self) -> tuple[int, int, str]:
+        """Hold new weights back until `unpin`: a server has no second copy, so evaluation has the one there is.
+
+        While an update is under way it is the incoming version: what is submitted now starts after it.
+        """
+        if self._pinned is not None:
+            raise ValueError(f"version {self._pinned[0][1]} is pinned already; one evaluation at a time")
+        version, checksum = self._incoming or (self.version, self.checksum)
+        if version[1] < 0:
+            raise ValueError("the engine has no weights to pin yet")
+        self._pinned = (version, checksum)
+        return (*version, checksum)
+
+    def unpin(self) -> float:
+        """Let new weights in again; evaluation requests still there end with ABORT. 0.0: passes are shared, none is evaluation's own."""
+        self._pinned = None
+        for request in [*self._waiting.values(), *self._running.values()]:
+            if request.request.purpose is Purpose.EVAL:
+                self._end(request, StopReason.ABORT)
+        self._start_ready()
+        self.wake.set()
+        return 0.0
+
+    def _check_pinned(self, request: GenerateRequest) -> None:
+        if request.purpose is not Purpose.EVAL:
+            return
+        if self._pinned is None:
+            raise ValueError("an evaluation request came while no version is pinned; call pin first")
+        pinned = self._pinned[0][1]
+        if request.min_version > pinned:
+            raise ValueError(f"an evaluation request asks for version {request.min_version}, but version {pinned} is pinned")
+
+    # ---- weights (asked by the loop) ---------------------------------------------------------------------------------------
+
+    def may_adopt(self) -> bool:
+        """New weights are in hand: whether they may go to the server now. Not while a version is pinned; with `drain` nothing starts any
+        more, and not before what runs has ended."""
+        self._offered = True
+        return self._pinned is None and not (self.policy.drains and self._running)
+
+    def begin_update(self, version: Version, checksum: str) -> None:
+        """From now on nothing is sent to the server."""
+        self._incoming = (version, checksum)
+        self._steady.clear()
+
+    def interrupt(self) -> None:
+        """The server is paused, and what it sampled before has been read: take off it what the policy aborts."""
+        assert self._incoming is not None, "an update is under way"
+        version = self._incoming[0]
+        for request in list(self._running.values()):
+            oldest = self.version[1] if request.oldest is None else request.oldest
+            if self.policy.aborts(oldest, version[1]):
+                self._end(request, StopReason.INTERRUPT)
+
+    def end_update(self) -> None:
+        """The server holds the new version, and has gone on."""
+        assert self._incoming is not None, "an update is under way"
+        (self.version, self.checksum), self._incoming, self._offered = self._incoming, None, False
+        if self.policy.recomputes:
+            for request in self._running.values():
+                self._read_by_live_weights(request)
+        self._steady.set()
+        self._start_ready()
+        self.wake.set()
+
+    # ---- what came of it ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def take_frames(self) -> list[Frame]:
+        """What was sampled and what ended since the last call, a frame per version. Raises the error of a request that the server refuses,
+        or could not be asked for any more."""
+        if self.failed is not None:
+            raise self.failed
+        return self._outbox.take(self.version)
+
+    async def close(self) -> None:
+        for request in [*self._waiting.values(), *self._running.values()]:
+            self._take_out(request)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- from waiting to running -------------------------------------------------------------------------------------------
+
+    def _start_ready(self) -> None:
+        if self._incoming is not None or self.version[1] < 0:
+            return
+        draining = self._offered and self.policy.drains and self._pinned is None
+        ready = [] if draining else [r for r in self._waiting.values() if r.request.min_version <= self.version[1]]
+        # Evaluations first, since training waits for them; then what has tokens, since those age; then in order of submission.
+        ready.sort(key=lambda r: (r.request.purpose is not Purpose.EVAL, r.oldest is None))
+        for request in ready[: self.slots - len(self._running)]:
+            del self._waiting[request.handle]
+            self._running[request.handle] = request
+            request.task = asyncio.create_task(self._run(request), name=f"vLLM request {request.handle}")
+            self._tasks.add(request.task)
+            request.task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, request: _Request) -> None:
+        """One request to its end. An error that is not the network's ends the engine: the server is wrong, or we are."""
+        try:
+            while request.handle in self._running:
+                try:
+                    await self._server.retrying(lambda: self._attempt(request))
+                except _Moved:
+                    pass
+        except Exception as error:
+            self.failed = self.failed or error
+            self.wake.set()
+
+    async def _attempt(self, request: _Request) -> None:
+        """Ask the server to go on from the request's tokens, and take what it sends."""
+        if request.room <= 0:  # the stream broke off between the last token and its end
+            self._end(request, StopReason.LENGTH)
+            return
+        await self._steady.wait()  # an update; it has its own deadline
+        sent_under, num_taken = self.version, 0
+        self._read_by_live_weights(request)
+        async with aclosing(self._server.stream(_body(request, self._model, label_of(sent_under)))) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                for choice in chunk["choices"]:
+                    sampled = self._sampled(request, choice, num_taken, sent_under)
+                    if num_taken == 0 and sampled and sampled[0][0] != sent_under:
+                        raise _Moved
+                    num_taken += len(sampled)
+                    if (reason := self._take(request, sampled) or _reason(choice.get("finish_reason"))) is not None:
+                        self._end(request, reason)
+                        return
+        raise Transient(f"the server ended the stream of request {request.handle} without saying why")
+
+    def _read_by_live_weights(self, request: _Request) -> None:
+        """The weights of now make the keys and values of all the request's tokens."""
+        self._outbox.prefilled(request.handle, self.version)
+        if request.oldest is not None and request.oldest < self.version[1]:
+            self._outbox.recomputed(request.handle)
+
+    def _take(self, request: _Request, sampled: list[tuple[Version, int, float]]) -> StopReason | None:
+        """Take a chunk's tokens; why the generation ends with one of them, if it does: a stop token or string, or no room for more."""
+        for version, token, logprob in sampled:
+            self._outbox.token(request.handle, token, logprob, version)
+            request.tokens.append(token)
+            request.oldest = version[1] if request.oldest is None else min(request.oldest, version[1])
+            self.wake.set()
+            if token in request.request.stop_token_ids or (request.stops is not None and request.stops.ends_with(token)):
+                return StopReason.STOP
+            if request.room <= 0:
+                return StopReason.LENGTH
+        return None
+
+    def _sampled(self, request: _Request, choice: Mapping[str, Any], at: int, sent_under: Version) -> list[tuple[Version, int, float]]:
+        """(version, token, logprob) of a chunk's tokens, the first of which is the stream's token `at`. vLLM puts several into one chunk
+        where we are slow to read, so that an update may lie between them: each token's version is that of the span it is in."""
+        tokens = choice.get("token_ids") or []
+        if not tokens:
+            return []
+        spans = [(span["start"], span["end"], version_of(span["version"])) for span in choice.get("weight_versions") or ()]
+        sampled = []
+        for index, (token, entry) in enumerate(zip(tokens, choice["logprobs"]["content"], strict=True), start=at):
+            version = next((version for start, end, version in reversed(spans) if start <= index < end), None)
+            if version is None:
+                raise WeightSyncError(
+                    "the server does not say which weights sampled its tokens: slipstream's plugin is not loaded there (docs/vllm.md)"
+                )
+            self._check_version(request, version, sent_under)
+            sampled.append((version, token, _logprob(request, token, entry)))
+        return sampled
+
+    def _check_version(self, request: _Request, version: Version, oldest: Version) -> None:
+        """WeightSyncError for weights that the server did not have while the stream ran, and for an evaluation by others than pinned."""
+        newest = self._incoming[0] if self._incoming else self.version
+        if not oldest <= version <= newest:
+            raise WeightSyncError(f"the server sampled with weights {label_of(version)}, but was given {label_of(newest)}")
+        if request.request.purpose is Purpose.EVAL and self._pinned is not None and version != self._pinned[0]:
+            raise WeightSyncError(f"an evaluation of version {label_of(self._pinned[0])} was sampled by {label_of(version)}")
+
+    def _end(self, request: _Request, reason: StopReason) -> None:
+        self._outbox.finished(request.handle, reason)
+        self._take_out(request)
+        self._start_ready()
+        self.wake.set()
+
+    def _take_out(self, request: _Request) -> None:
+        self._waiting.pop(request.handle, None)
+        self._running.pop(request.handle, None)
+        self._handles.pop(request.request.key, None)
+        task, current = request.task, asyncio.current_task()
+        if task is not None and task is not current:
+            task.cancel()
+
+
+class _Outbox:
+    """What is to be told in the next frames."""
+
+    def __init__(self, engine_id: str):
+        self._engine_id = engine_id
+        self._num_frames = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tokens: list[tuple[Version, int, int, float]] = []  # (version, handle, token, logprob) in order of arrival
+        self._finished: list[tuple[int, StopReason]] = []
+        self._prefilled: list[tuple[int, int, int]] = []
+        self._recomputed: list[int] = []
+
+    def token(self, handle: int, token: int, logprob: float, version: Version) -> None:
+        self._tokens.append((version, handle, token, logprob))
+
+    def finished(self, handle: int, reason: StopReason) -> None:
+        self._finished.append((handle, reason))
+
+    def prefilled(self, handle: int, version: Version) -> None:
+        self._prefilled.append((handle, *version))
+
+    def recomputed(self, handle: int) -> None:
+        self._recomputed.append(handle)
+
+    def take(self, current: Version) -> list[Frame]:
+        """Frames of one version each, oldest first; the first one tells what was prefilled, the last one what ended."""
+        if not (self._tokens or self._finished or self._prefilled or self._recomputed):
+            return []
+        versions = sorted({version for version, *_ in self._tokens}) or [current]
+        frames = [self._frame(version, last=version == versions[-1], first=version == versions[0]) for version in versions]
+        self._clear()
+        return frames
+
+    def _frame(self, version: Version, *, first: bool, last: bool) -> Frame:
+        rows = [row for row in self._tokens if row[0] == version]
+        self._num_frames += 1
+        return Frame(
+            tick=self._num_frames,
+            engine_id=self._engine_id,
+            incarnation=version[0],
+            version=version[1],
+            handles=np.array([handle for _, handle, _, _ in rows], np.int32),
+            token_ids=np.array([token for _, _, token, _ in rows], np.int32),
+            logprobs=np.array([logprob for _, _, _, logprob in rows], np.float32),
+            finished=tuple(self._finished) if last else (),
+            prefilled=tuple(self._prefilled) if first else (),
+            recomputed=tuple(self._recomputed) if first else (),
+        )
+
+
+# ---- pieces ------------------------------------------------------------------------------------------------------------------
+
+
+def _body(request: _Request, model: str, salt: str) -> dict[str, Any]:
+    """The JSON of one generation from the request's tokens on."""
+    asked, sampling = request.request, request.request.sampling
+    return {
+        "model": model,
+        "token_ids": [*asked.token_ids.tolist(), *request.tokens],
+        "cache_salt": salt,
+        "stream": True,
+        "sampling_params": {
+            "max_tokens": request.room,
+            "temperature": sampling.temperature,
+            "logprobs": 0,  # of the sampled token alone
+            "stop_token_ids": list(asked.stop_token_ids),
+            "ignore_eos": True,  # the stop tokens name it
+            "detokenize": False,
+        },
+    }
+
+
+def _reason(finish_reason: str | None) -> StopReason | None:
+    """Why vLLM ended a generation. Transient where it did for a reason of its own: it is asked for again."""
+    if finish_reason is None:
+        return None
+    if finish_reason == "length":
+        return StopReason.LENGTH
+    raise Transient(f'the server ended a generation with "{finish_reason}"')  # "stop": at a token that is not among ours
+
+
+def _logprob(request: _Request, token: int, entry: Mapping[str, Any]) -> float:
+    """The sampled token's logprob, checked."""
+    value = float(entry["logprob"])
+    if entry["token_id"] != token or not math.isfinite(value) or value <= NO_LOGPROB or value > LOGPROB_ROUNDING:
+        r = request.request
+        raise RunFailed(
+            f"the server gave token {token} of group {r.group_id} sample {r.sample} the logprob {value} (of token {entry['token_id']}): "
+            "its weights have diverged (lower trainer.learning_rate), or it does not run with --logprobs-mode processed_logprobs"
+        )
+    return min(value, 0.0)

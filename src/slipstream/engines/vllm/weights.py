@@ -1,0 +1,97 @@
+"""A version of the weights into a server, whole or not at all.
+
+POST /pause?mode=keep            the engine core finishes its step and everything it sampled is on its way
+POST /start_weight_update        nothing happens yet (vLLM wants it)
+POST /update_weights             slipstream's weight engine: checksum, names, shapes, whole groups, then the copy
+POST /collective_rpc             its report: the hash of the bytes that each worker received, or why it refused them
+POST /finish_weight_update       the label: every token from now on carries it
+POST /resume
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from slipstream.engines.vllm.client import Client
+from slipstream.engines.vllm.labels import label_of
+from slipstream.errors import PeerLost, WeightSyncError
+from slipstream.protocols import Manifest
+from slipstream.weight_sync.probe import ProbeRecord, Reading, probe_tokens
+
+UPDATE_S = 240.0  # below `client.TOKEN_S`: streams stand still meanwhile
+
+
+def update_info(path: str, manifest: Manifest) -> dict[str, Any]:
+    """What slipstream's weight engines are told (`plugin/slipstream_vllm/block.py`)."""
+    return {
+        "path": path,
+        "label": label_of((manifest.incarnation, manifest.version)),
+        "checksum": manifest.checksum,
+        "total_bytes": manifest.total_bytes,
+        "entries": [(e.name, e.dtype, e.shape, e.offset, e.nbytes) for e in manifest.entries],
+        "aliases": manifest.aliases,
+    }
+
+
+class ServerWeights:
+    """Gives one server its weights, and looks at what it makes of them. `model`: the name it serves."""
+
+    def __init__(self, client: Client, model: str, vocab_size: int):
+        self._client, self._model = client, model
+        self._tokens = probe_tokens(vocab_size)
+        self._record = ProbeRecord()
+        self._first = True
+
+    async def update(self, path: str, manifest: Manifest, *, recompute: bool, paused: Callable[[], None]) -> str:
+        """Have the server load the bytes at `path`; the hash of what its workers received. `paused` is called between two steps.
+
+        With `recompute`, keys and values of older weights are dropped; at the first update always, since they may be another run's.
+        Raises WeightSyncError where the weights are refused: the server then holds what it held.
+        """
+        await self._client.post("/pause", mode="keep", clear_cache="true" if recompute or self._first else "false")
+        try:
+            paused()
+            await self._client.post("/start_weight_update")
+            checksum = await self._load(path, manifest)
+            label = label_of((manifest.incarnation, manifest.version))
+            await self._client.post("/finish_weight_update", {"weight_version": label})
+        finally:
+            await self._client.post("/resume")
+        self._first = False
+        return checksum
+
+    async def _load(self, path: str, manifest: Manifest) -> str:
+        label = label_of((manifest.incarnation, manifest.version))
+        failed: PeerLost | None = None
+        try:
+            await self._client.post("/update_weights", {"update_info": update_info(path, manifest)}, UPDATE_S)
+        except PeerLost as error:  # a 500, which does not say why; the report does
+            failed = error
+        reports = (await self._client.post("/collective_rpc", {"method": "slipstream_report"}))["results"]
+        if not reports or any(r is None or r["label"] != label for r in reports):
+            raise failed or WeightSyncError(f"the server does not report on weights {label}: {reports}")
+        for rank, report in enumerate(reports):
+            if report["error"]:
+                raise WeightSyncError(f"the server refuses weights {label} (worker {rank}): {report['error']}")
+        checksums = {r["checksum"] for r in reports}
+        if failed is not None or len(checksums) != 1:
+            raise failed or WeightSyncError(f"the server's workers received different bytes as weights {label}: {sorted(checksums)}")
+        return checksums.pop()
+
+    async def probe(self, manifest: Manifest) -> Reading:
+        """Compare the server's logprobs of the fixed tokens with the trainer's. WeightSyncError where they are not of the same weights."""
+        label = label_of((manifest.incarnation, manifest.version))
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+        body = {"model": self._model, "token_ids": self._tokens.tolist(), "sampling_params": sampling, "cache_salt": f"probe {label}"}
+        answer = await self._client.retrying(lambda: self._client.post("/inference/v1/generate", body))
+        entries = answer["prompt_logprobs"][1:]
+        engine = np.array([e[str(t)]["logprob"] for e, t in zip(entries, self._tokens[1:].tolist(), strict=True)])
+        reading = self._record.read(engine, np.array(manifest.probe))
+        if reading.problem is not None:
+            raise WeightSyncError(
+                f"the probe of weights {label}: the server's logprobs of fixed tokens are not the trainer's: {reading.problem}"
+            )
+        return reading

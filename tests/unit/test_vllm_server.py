@@ -1,0 +1,197 @@
+"""How a vLLM server is started, waited for and found dead; which interpreters and versions are taken. Real processes, no vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from fake_vllm import FakeVllm
+
+from slipstream.engines.vllm import environment as environments
+from slipstream.engines.vllm.client import Client, Refused
+from slipstream.engines.vllm.environment import PLUGIN, VllmEnvironment, clean_environment, find_environment
+from slipstream.engines.vllm.labels import version_of
+from slipstream.engines.vllm.server import Server, ServerDied, ServerSpec
+from slipstream.engines.vllm.versions import TESTED, check_version
+from slipstream.errors import ConfigError, DeadlineExceeded, ModelError, WeightSyncError
+from slipstream.launch.assemble_vllm import attach
+
+SPEC = ServerSpec(
+    engine_id="engine-0", model=Path("/models/some"), dtype="bfloat16", max_context=128, slots=32, threads=1, number=0, seed=7,
+    kv_bytes_per_token=1 << 20, transfer="slipstream_shared_memory", extra=("--max-num-batched-tokens", "512"),
+)  # fmt: skip
+
+
+def environment(python: str = sys.executable, *, has_metadata: bool = True, has_xxhash: bool = True, abi: str = "") -> VllmEnvironment:
+    return VllmEnvironment(Path(python), "0.32.0", True, abi or str(sys.implementation.cache_tag), has_metadata, has_xxhash)
+
+
+def stand_in(tmp_path: Path, code: str) -> VllmEnvironment:
+    """An "interpreter" that runs this code with ours, whatever it is asked to run."""
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}\nimport sys, os, time\n{code}\n", encoding="utf-8")
+    script.chmod(0o755)
+    return environment(str(script))
+
+
+def test_the_command_line() -> None:
+    command = SPEC.command(environment(), Path("/private/engine-0.vllm"))
+    text = " ".join(command)
+    for part in (
+        "-m vllm.entrypoints.cli.main serve /models/some", "--uds /private/engine-0.vllm", "--dtype bfloat16", "--max-model-len 128",
+        "--max-num-seqs 32", "--seed 7", "--load-format dummy", "--logprobs-mode processed_logprobs", "--generation-config vllm",
+        '--weight-transfer-config {"backend": "slipstream_shared_memory"}', "--worker-extension-cls slipstream_vllm.worker.WorkerExtension",
+    ):  # fmt: skip
+        assert part in text
+    assert command[-2:] == ["--max-num-batched-tokens", "512"], "a person's own arguments come last, and win"
+    assert "--host" not in text and "--port" not in text, "no port is opened"
+
+
+def test_memory_and_cores_of_the_cpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    variables = SPEC.variables(environment())
+    assert variables["VLLM_CPU_KVCACHE_SPACE"] == "4" and variables["VLLM_SERVER_DEV_MODE"] == "1"  # 1 MiB x 128 x 32
+    assert int(variables["VLLM_CPU_OMP_THREADS_BIND"]) in os.sched_getaffinity(0)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert SPEC.variables(environment())["VLLM_CPU_KVCACHE_SPACE"] == "1", "a person's own value is kept"
+
+
+def test_its_path_holds_the_plugin_and_what_it_lacks_and_nothing_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    paths = environment(has_metadata=False, has_xxhash=False).paths(tmp_path / "path")
+    assert paths[0] == str(PLUGIN)
+    found = [d.version for d in metadata.distributions(path=paths) if d.metadata["Name"] == "vllm"]
+    assert found == ["0.32.0+cpu"]
+    assert (Path(paths[1]) / "xxhash" / "__init__.py").exists()
+    variables = clean_environment(paths)
+    assert variables["PYTHONPATH"] == os.pathsep.join(paths) and "OMP_NUM_THREADS" not in variables
+
+
+def test_a_missing_hash_library_that_cannot_be_lent(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="pip install xxhash"):
+        environment(has_xxhash=False, abi="cpython-27").paths(tmp_path)
+
+
+def test_interpreters_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="there is no such interpreter"):
+        asyncio.run(find_environment("nowhere/python"))
+    with pytest.raises(ModelError, match="make vllm-cpu"):
+        asyncio.run(find_environment(None))  # our own, which has no vLLM
+    answer = json.dumps({"vllm": "0.99.0", "vllm_cpu": None, "abi": "cpython-311", "xxhash": True})
+    with pytest.raises(ModelError, match=r"has vLLM 0\.99\.0; slipstream was tested with"):
+        asyncio.run(find_environment(str(stand_in(tmp_path, f"print('{answer}')").python)))
+    with pytest.raises(ModelError, match="cannot be asked"):
+        asyncio.run(find_environment(str(stand_in(tmp_path, "sys.exit('broken')").python)))
+
+
+def test_the_environment_beside_the_working_directory_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = json.dumps({"vllm": None, "vllm_cpu": "0.32.0", "abi": "cpython-311", "xxhash": False})
+    script = stand_in(tmp_path, f"print('{answer}')").python
+    local = tmp_path / environments.LOCAL_PYTHON
+    local.parent.mkdir(parents=True)
+    local.symlink_to(script)
+    monkeypatch.chdir(tmp_path)
+    found = asyncio.run(find_environment(None))
+    assert (found.version, found.on_cpu, found.has_metadata, found.has_xxhash) == ("0.32.0", True, False, False)
+
+
+def test_versions() -> None:
+    for version in TESTED:
+        check_version(version, "here")
+        check_version(f"{version}+cpu", "here")
+    with pytest.raises(ModelError, match=r"0\.32\.1"):
+        check_version("0.32.1", "here")
+    for label in ("default", "1", "1.2.3", "", "a.b"):
+        with pytest.raises(WeightSyncError, match="did not give it"):
+            version_of(label)
+
+
+def start(tmp_path: Path, code: str, deadline_s: float = 60.0) -> None:
+    async def main() -> None:
+        server = await Server.start(SPEC, stand_in(tmp_path, code), tmp_path, tmp_path / "log" / "engine-0-vllm.log")
+        client = Client(f"unix:{server.socket}")
+        try:
+            await server.until_healthy(client, deadline_s)
+        finally:
+            await client.close()
+            await server.stop()
+            with pytest.raises(ProcessLookupError):
+                os.kill(server.pid, 0)
+
+    asyncio.run(main())
+
+
+def test_a_server_that_ends_while_it_loads_is_reported_with_its_last_lines(tmp_path: Path) -> None:
+    with pytest.raises(ServerDied, match=r"ended with exit code 3[\s\S]*no room for the model[\s\S]*engine-0-vllm\.log"):
+        start(tmp_path, "print('no room for the model', flush=True); sys.exit(3)")
+
+
+def test_a_server_that_is_killed(tmp_path: Path) -> None:
+    with pytest.raises(ServerDied, match="killed by signal 9"):
+        start(tmp_path, "os.kill(os.getpid(), 9)")
+
+
+def test_a_server_that_never_answers_ends_in_the_deadline_and_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(DeadlineExceeded, match="did not answer within"):
+        start(tmp_path, "time.sleep(600)", deadline_s=0.3)
+
+
+def test_a_healthy_server(tmp_path: Path) -> None:
+    code = """
+import asyncio
+async def answer(reader, writer):
+    await reader.readuntil(b"\\r\\n\\r\\n")
+    writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n"); await writer.drain(); writer.close()
+async def main():
+    server = await asyncio.start_unix_server(answer, sys.argv[sys.argv.index("--uds") + 1])
+    await server.serve_forever()
+asyncio.run(main())
+"""
+    start(tmp_path, code)
+
+
+def attach_to(tmp_path: Path, prepare: Callable[[FakeVllm], None], max_context: int = 100) -> str:
+    async def main() -> str:
+        fake = FakeVllm()
+        prepare(fake)
+        url = await fake.start(tmp_path / "s")
+        try:
+            client, model, _ = await attach(url, max_context)
+            await client.close()
+            return model
+        finally:
+            await fake.stop()
+
+    return asyncio.run(main())
+
+
+def test_a_running_server_is_taken_under_its_own_name(tmp_path: Path) -> None:
+    assert attach_to(tmp_path, lambda fake: None) == "theirs"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "error", "words"),
+    [
+        ("vllm_version", "0.30.1", ModelError, "has vLLM 0.30.1"),
+        ("max_model_len", 99, ConfigError, "need 100 tokens.*--max-model-len 99"),
+        ("control_failures", {"/weight_info": 404}, Refused, "VLLM_SERVER_DEV_MODE=1"),
+        ("control_failures", {"/version": 401}, Refused, "SLIPSTREAM_VLLM_KEY"),
+    ],
+)
+def test_running_servers_that_will_not_do(tmp_path: Path, attribute: str, value: object, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        attach_to(tmp_path, lambda fake: setattr(fake, attribute, value))
+
+
+def test_the_weight_probe_must_fit_a_running_server(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="need 65 tokens"):
+        attach_to(tmp_path, lambda fake: setattr(fake, "max_model_len", 64), max_context=32)
