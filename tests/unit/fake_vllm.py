@@ -32,6 +32,7 @@ class FakeVllm:
         self.vllm_version = "0.32.0"
         self.max_model_len = 128
         self.prompt_logprobs: list[float] = []  # of the probe's tokens after the first
+        self.about: dict[str, Any] | None = None  # what the plugin tells; None: there is no plugin
         self.checksum: str | None = None  # that the report names; by default what was asked for
         self._report: dict[str, Any] | None = None
         self._moved = asyncio.Condition()  # tokens were allowed, the server was paused or resumed
@@ -129,6 +130,10 @@ class FakeVllm:
         return _json({"message": "Weights updated"})
 
     async def _collective_rpc(self, body: Any) -> web.Response:
+        if body["method"] == "slipstream_about":
+            if self.about is None:
+                return _json({"error": {"message": "'CPUWorker' object has no attribute 'slipstream_about'"}}, 500)
+            return _json({"results": [self.about]})
         return _json({"results": [self._report]})
 
     async def _finish_weight_update(self, body: Any) -> web.Response:

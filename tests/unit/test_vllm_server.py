@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -14,13 +17,13 @@ import pytest
 from fake_vllm import FakeVllm
 
 from slipstream.engines.vllm import environment as environments
+from slipstream.engines.vllm.attach import MODEL_KEYS, Needs, attach
 from slipstream.engines.vllm.client import Client, Refused
 from slipstream.engines.vllm.environment import PLUGIN, VllmEnvironment, clean_environment, find_environment
 from slipstream.engines.vllm.labels import version_of
 from slipstream.engines.vllm.server import Server, ServerDied, ServerSpec
 from slipstream.engines.vllm.versions import TESTED, check_version
 from slipstream.errors import ConfigError, DeadlineExceeded, ModelError, WeightSyncError
-from slipstream.launch.assemble_vllm import attach
 
 SPEC = ServerSpec(
     engine_id="engine-0", model=Path("/models/some"), dtype="bfloat16", max_context=128, slots=32, threads=1, number=0, seed=7,
@@ -145,6 +148,61 @@ def test_a_server_that_never_answers_ends_in_the_deadline_and_is_ended(tmp_path:
         start(tmp_path, "time.sleep(600)", deadline_s=0.3)
 
 
+TREE = """
+import subprocess
+sys.path.insert(0, {plugin!r})
+from slipstream_vllm.parent import end_with_parent
+end_with_parent()
+if "serve" in sys.argv:
+    subprocess.Popen([sys.argv[0], "core"])
+print("here", os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system must tell a process of its parent's end")
+@pytest.mark.parametrize("killed", ["the server", "the driver"])
+def test_no_process_of_a_server_outlives_it_or_its_driver(tmp_path: Path, killed: str) -> None:
+    """The driver here is a process that starts the server and waits."""
+    interpreter, log = stand_in(tmp_path, TREE.format(plugin=str(PLUGIN))).python, tmp_path / "log"
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "import asyncio, sys\nfrom pathlib import Path\nfrom test_vllm_server import SPEC, environment\n"
+        "from slipstream.engines.vllm.server import Server\n"
+        "async def main():\n"
+        f"    await Server.start(SPEC, environment({str(interpreter)!r}), Path({str(tmp_path)!r}), Path({str(log)!r}))\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    paths = os.pathsep.join(path or os.getcwd() for path in [*sys.path, str(Path(__file__).parent)])
+    process = subprocess.Popen([sys.executable, str(driver)], env={**os.environ, "PYTHONPATH": paths})
+    try:
+        wait_until(lambda: log.exists() and log.read_text().count("here") == 2)
+        pids = [int(line.split()[1]) for line in log.read_text().splitlines()]
+        (server,) = [pid for pid in pids if stat(pid)[1] == str(process.pid)]
+        os.kill(server if killed == "the server" else process.pid, signal.SIGKILL)
+        wait_until(lambda: all(stat(pid)[0] in "ZX" for pid in pids))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def stat(pid: int) -> tuple[str, str]:
+    """(state, parent) of a process; "X" where there is none."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return "X", ""
+    return state, parent
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # a file tells nobody that it grows
+
+
 def test_a_healthy_server(tmp_path: Path) -> None:
     code = """
 import asyncio
@@ -159,13 +217,21 @@ asyncio.run(main())
     start(tmp_path, code)
 
 
-def attach_to(tmp_path: Path, prepare: Callable[[FakeVllm], None], max_context: int = 100) -> str:
+ABOUT = {
+    "backend": "slipstream_shared_memory", "logprobs_mode": "processed_logprobs", "slots": 32,
+    "model": {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2},
+}  # fmt: skip
+NEEDS = Needs(max_context=100, slots=32, backend="slipstream_shared_memory", model=ABOUT["model"])
+
+
+def attach_to(tmp_path: Path, prepare: Callable[[FakeVllm], None]) -> str:
     async def main() -> str:
         fake = FakeVllm()
+        fake.about = dict(ABOUT)
         prepare(fake)
         url = await fake.start(tmp_path / "s")
         try:
-            client, model, _ = await attach(url, max_context)
+            client, model = await attach(url, NEEDS)
             await client.close()
             return model
         finally:
@@ -182,9 +248,14 @@ def test_a_running_server_is_taken_under_its_own_name(tmp_path: Path) -> None:
     ("attribute", "value", "error", "words"),
     [
         ("vllm_version", "0.30.1", ModelError, "has vLLM 0.30.1"),
-        ("max_model_len", 99, ConfigError, "need 100 tokens.*--max-model-len 99"),
-        ("control_failures", {"/weight_info": 404}, Refused, "VLLM_SERVER_DEV_MODE=1"),
-        ("control_failures", {"/version": 401}, Refused, "SLIPSTREAM_VLLM_KEY"),
+        ("max_model_len", 99, ConfigError, "needs a context of 100 tokens.*--max-model-len 99"),
+        ("control_failures", {"/collective_rpc": 404}, Refused, "VLLM_SERVER_DEV_MODE=1"),
+        ("control_failures", {"/health": 401}, Refused, "SLIPSTREAM_VLLM_KEY"),
+        ("about", None, ModelError, "without slipstream's plugin.*no attribute"),
+        ("about", ABOUT | {"slots": 31}, ConfigError, "engine.slots = 32.*31 sequences.*--max-num-seqs"),
+        ("about", ABOUT | {"backend": None}, ConfigError, "--weight-transfer-config None, this run needs slipstream_shared_memory"),
+        ("about", ABOUT | {"logprobs_mode": "raw_logprobs"}, ConfigError, "--logprobs-mode raw_logprobs, this run needs processed"),
+        ("about", ABOUT | {"model": NEEDS.model | {"hidden_size": 96}}, ModelError, "another model.*hidden_size 96 instead of 64"),
     ],
 )
 def test_running_servers_that_will_not_do(tmp_path: Path, attribute: str, value: object, error: type[Exception], words: str) -> None:
@@ -192,6 +263,13 @@ def test_running_servers_that_will_not_do(tmp_path: Path, attribute: str, value:
         attach_to(tmp_path, lambda fake: setattr(fake, attribute, value))
 
 
-def test_the_weight_probe_must_fit_a_running_server(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="need 65 tokens"):
-        attach_to(tmp_path, lambda fake: setattr(fake, "max_model_len", 64), max_context=32)
+def test_a_server_that_is_not_there_is_waited_for_and_then_given_up(tmp_path: Path) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"no healthy vLLM server at unix:.*nobody.*engine\.urls"):
+        asyncio.run(attach(f"unix:{tmp_path}/nobody", NEEDS, wait_s=0.1))
+
+
+def test_what_a_run_needs_of_a_running_server_the_plugin_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PLUGIN))
+    from slipstream_vllm import worker
+
+    assert worker.MODEL_KEYS == MODEL_KEYS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from typing import Any
 from slipstream.beside import beside
 from slipstream.config.settings import Config
 from slipstream.deadlines import LOAD_S
+from slipstream.engines.vllm.attach import ATTACH_S, MODEL_KEYS, Needs, attach
 from slipstream.engines.vllm.client import Client
 from slipstream.engines.vllm.engine import VllmEngine
 from slipstream.engines.vllm.environment import find_environment
 from slipstream.engines.vllm.interrupts import ServerInterrupts
 from slipstream.engines.vllm.loop import run_vllm_engine
 from slipstream.engines.vllm.server import MODEL, Server, ServerSpec
-from slipstream.engines.vllm.versions import check_version
 from slipstream.engines.vllm.weights import ServerWeights
 from slipstream.errors import ConfigError
 from slipstream.launch.assemble_worker import context_limit
@@ -30,7 +30,6 @@ from slipstream.models.loading import ModelInfo, load_tokenizer
 from slipstream.protocols import ControllerAPI, WeightsOffer
 from slipstream.weight_sync.probe import CONTEXT_TOKENS
 
-KEY_VARIABLE = "SLIPSTREAM_VLLM_KEY"  # of a server that is attached to; the name that `slipstream_vllm.middleware` reads
 WEIGHT_ENGINES = {"shared_memory": "slipstream_shared_memory", "files": "slipstream_files"}  # by weight_sync.transport
 
 
@@ -42,7 +41,9 @@ async def run_vllm_role(child: Child, context: RunContext, controller: Controlle
     max_context = context_limit(config, info)
     async with AsyncExitStack() as held:
         if config.engine.urls:
-            client, model, died = await attach(_url(config, number), max_context)
+            url, died = _url(config, number), asyncio.Event().wait  # its end is seen by the calls that fail
+            child.progress.working(f"wait for the server at {url}", 2 * ATTACH_S, owed="a healthy server")
+            client, model = await attach(url, _needs(context, info, max_context))
             held.push_async_callback(client.close)
         else:
             log = context.run_folder / "log" / f"{engine_id}-vllm.log"
@@ -53,6 +54,7 @@ async def run_vllm_role(child: Child, context: RunContext, controller: Controlle
             held.push_async_callback(client.close)
             child.progress.working("start the vLLM server", LOAD_S, owed="a healthy server")
             await server.until_healthy(client, LOAD_S)
+            await ServerWeights(client, model, info.vocab_size).warm_up()
         engine = VllmEngine(
             client,
             engine_id=engine_id,
@@ -87,27 +89,14 @@ def _url(config: Config, number: int) -> str:
     return config.engine.urls[number]
 
 
-async def attach(url: str, max_context: int) -> tuple[Client, str, Callable[[], Coroutine[Any, Any, Any]]]:
-    """A server that somebody else started: its client, the name of its model, what waits for its end.
-
-    ModelError for a version that was not tested, ConfigError for a context that is too short, `client.Refused` for another key or where
-    the control routes are closed.
-    """
-    client = Client(url, key=os.environ.get(KEY_VARIABLE))
-    try:
-        check_version((await client.get("/version"))["version"], f"the server at {url}")
-        model = (await client.get("/v1/models"))["data"][0]
-        needed = max(max_context, CONTEXT_TOKENS)
-        if model.get("max_model_len", needed) < needed:
-            raise ConfigError(
-                f"engine.max_context = {max_context} and the weight probe need {needed} tokens, but the server at {url} was started with "
-                f"--max-model-len {model['max_model_len']}"
-            )
-        await client.get("/weight_info")
-    except BaseException:
-        await client.close()
-        raise
-    return client, model["id"], asyncio.Event().wait  # its end is seen by the calls that fail
+def _needs(context: RunContext, info: ModelInfo, max_context: int) -> Needs:
+    config, model = context.config, _model_config(info)
+    return Needs(
+        max_context=max(max_context, CONTEXT_TOKENS),
+        slots=config.engine.slots,
+        backend=WEIGHT_ENGINES[config.weight_sync.transport],
+        model={key: getattr(model, key, None) for key in MODEL_KEYS},
+    )
 
 
 def _spec(context: RunContext, info: ModelInfo, engine_id: str, number: int, max_context: int) -> ServerSpec:
@@ -133,10 +122,14 @@ def _seed(config: Config, incarnation: int, engine_id: str) -> int:
     return int.from_bytes(hashlib.sha256(parts.encode()).digest()[:4]) >> 1
 
 
-def _kv_bytes_per_token(config: Config, info: ModelInfo) -> int:
+def _model_config(info: ModelInfo) -> Any:
     from transformers import AutoConfig
 
-    model: Any = AutoConfig.from_pretrained(info.source, trust_remote_code=False).get_text_config()
+    return AutoConfig.from_pretrained(info.source, trust_remote_code=False).get_text_config()
+
+
+def _kv_bytes_per_token(config: Config, info: ModelInfo) -> int:
+    model = _model_config(info)
     heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     return 2 * model.num_hidden_layers * heads * head_dim * (2 if config.model.dtype == "bfloat16" else 4)

