@@ -70,7 +70,7 @@ def test_a_server_is_killed_and_its_rollouts_go_on_at_its_successor(tmp_path: Pa
     settings = tomllib.loads(file.read_text())
     settings["model"]["name"] = str(tiny_model(tmp_path / "model"))
     settings["engine"] |= {"type": "vllm", "python": vllm_python()}
-    settings["rollout"] |= {"max_attempts": 1}
+    settings["rollout"] |= {"max_attempts": 1, "temperature": 2.0}
     settings["trainer"]["steps"] = STEPS
     file.write_text(tomli_w.dumps(settings))
     with LiveRun(file) as run:

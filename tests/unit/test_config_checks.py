@@ -64,6 +64,8 @@ def make(**tables: Any) -> Config:
         ({"engine": {"type": "vllm", "urls": ["http://a"], "python": "p"}}, ("python with urls", "run already")),
         ({"engine": {"type": "vllm", "urls": ["http://a", "unix:/b"]}}, ("2 servers", "replicas = 1", "use replicas = 2")),
         ({"engine": {"type": "vllm", "urls": ["a:80"]}}, ('"a:80"', "unix:/path")),
+        ({"engine": {"type": "vllm"}, "rollout": {"temperature": 8.0}}, ("rollout.temperature = 8", "takes 0.01 to 2")),
+        ({"engine": {"type": "vllm"}, "evaluation": {"temperature": 0.001}}, ("evaluation.temperature = 0.001", "takes 0.01 to 2")),
         ({"engine": {"type": "vllm"}, "rollout": {"top_k": 5}}, ("top_k = 5", "vocabulary", "does not tell")),
         ({"engine": {"type": "vllm"}, "rollout": {"min_p": 0.1}}, ("min_p = 0.1", "does not tell")),
         ({"engine": {"type": "vllm"}, "rollout": {"keep_routing": True}}, ("keep_routing = true", "routes by itself")),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from slipstream.config.settings import Config, EngineSettings
 
+VLLM_TEMPERATURES = (0.01, 2.0)  # beside 0: what is hotter it refuses, what is colder it would silently sample at 0.01
 Problem = tuple[tuple[str, ...], str]  # (keys, the first to blame; what is wrong and what to do)
 
 
@@ -74,6 +75,11 @@ def _exactness(config: Config) -> Iterator[Problem]:
 
 def _sampling(config: Config) -> Iterator[Problem]:
     rollout = config.rollout
+    low, high = VLLM_TEMPERATURES
+    for key, value in (("rollout.temperature", rollout.temperature), ("evaluation.temperature", config.evaluation.temperature)):
+        if value and not low <= value <= high:
+            text = f'{key} = {value:g} with engine.type = "vllm", which takes {low:g} to {high:g}; choose one of these'
+            yield ((key, "engine.type"), text)
     for key in ("top_k", "top_p", "min_p"):
         if getattr(rollout, key) != type(rollout).model_fields[key].default:
             yield (
