@@ -72,10 +72,13 @@ async def _run_embedded(child: Child, context: RunContext, controller: RemoteCon
 
 async def run_trainer_role(child: Child, controller: RemoteController) -> None:
     from slipstream.launch.assemble import build_trainer
+    from slipstream.trainer.freed_memory import keep_freed_memory
     from slipstream.trainer.loop import run_trainer
 
     context = context_of(child)
     trainer, publisher = build_trainer(context, child.slots)
+    if trainer.device.type == "cpu":
+        keep_freed_memory()
     await run_trainer(trainer, controller, publisher, context.checkpoints, child.progress)
 
 

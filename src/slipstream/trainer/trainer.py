@@ -26,7 +26,6 @@ from slipstream.tensors import dtype_name
 from slipstream.trainer import advantages
 from slipstream.trainer.aggregation import token_weights
 from slipstream.trainer.diagnostics import Diagnostics
-from slipstream.trainer.freed_memory import keep_freed_memory
 from slipstream.trainer.logprobs import Teacher, TokenOutputs, token_logprobs
 from slipstream.trainer.lora import BaseReference
 from slipstream.trainer.objective import Objective, Value
@@ -67,8 +66,6 @@ class Trainer:
         self.step = 0
         self.skipped_in_a_row = 0
         self.device = next(model.parameters()).device
-        if self.device.type == "cpu":
-            keep_freed_memory()
         _no_dropout(model)
         _sparse_lookup(model)
         if adapter is None:
