@@ -66,6 +66,10 @@ class EnvironmentFailed(SlipstreamError, RuntimeError):
     """An environment failed in one rollout. The rollout is recorded as failed."""
 
 
+class EngineRefused(SlipstreamError, RuntimeError):
+    """A server did not answer one request, whatever was tried. The rollout is recorded as failed."""
+
+
 class RunFailed(SlipstreamError, RuntimeError):
     """The run cannot make progress: every recent group failed or was filtered, or an update was skipped too often."""
 

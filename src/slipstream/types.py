@@ -365,6 +365,7 @@ class GenerateRequest(Record, kw_only=True, frozen=True):
     seed: int = 0
     oldest_version: int | None = None  # of the tokens sampled so far in this rollout
     state: int | None = None  # id of a saved state whose keys and values fit the first tokens (`EngineClient.save`)
+    messages: tuple[dict[str, Any], ...] = ()  # the conversation in words, for an engine that takes no tokens; else empty
 
     @property
     def key(self) -> RequestKey:

@@ -66,14 +66,15 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object; everything else goes to stderr")
 
 
-def load_run(paths: Sequence[Path], overrides: Sequence[str], *, checked: bool = True) -> LoadedConfig:
+def load_run(paths: Sequence[Path], overrides: Sequence[str], *, checked: bool = True, trains: bool = True) -> LoadedConfig:
     """The settings that a verb works with; recipes that came with the package are found by their path, `recipes/quickstart.toml`.
 
     `checked = False` is for verbs that neither train nor score: a run whose reward was a Python function has none in its settings.
+    `trains = False` is for verbs that only sample.
     """
     from slipstream.config.load import load_config
 
-    return load_config([packaged_recipe(path) for path in paths], overrides, checked=checked)
+    return load_config([packaged_recipe(path) for path in paths], overrides, checked=checked, trains=trains)
 
 
 def run_folder(path: Path) -> Path:

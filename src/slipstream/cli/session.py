@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from slipstream.engines.embedded.client import InProcessClient
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.environments import make_environment
 from slipstream.launch.assemble import build_engine
+from slipstream.launch.assemble_worker import context_limit
 from slipstream.models.loading import ModelInfo, load_tokenizer
+from slipstream.protocols import EngineClient
 from slipstream.rollout.external import FreeCalls
 from slipstream.rollout.group import GroupRunner
 from slipstream.rollout.rendering import Renderer
@@ -29,8 +31,8 @@ from slipstream.types import Draw, Group, Purpose, Rollout, Sampling
 class Session:
     """Samples and scores groups. Made by `open_session`."""
 
-    def __init__(self, info: ModelInfo, rollouts: RolloutRunner, groups: GroupRunner, engine: EmbeddedEngine):
-        self.info, self._rollouts, self._groups, self._engine = info, rollouts, groups, engine
+    def __init__(self, info: ModelInfo, rollouts: RolloutRunner, groups: GroupRunner, slots: int):
+        self.info, self._rollouts, self._groups, self._slots = info, rollouts, groups, slots
 
     async def run(
         self, rows: Sequence[dict[str, Any]], num_samples: int, sampling: Sampling, on_group: Callable[[Group], None] = lambda _: None
@@ -39,7 +41,7 @@ class Session:
 
         The engine's slots are kept full. A rollout that fails is in its group's record; what raises is not a rollout's fault.
         """
-        turns = asyncio.Semaphore(max(1, -(-self._engine.slots // num_samples) + 1))
+        turns = asyncio.Semaphore(max(1, -(-self._slots // num_samples) + 1))
 
         async def one(index: int) -> Group:
             draw = Draw(number=index, row=index, epoch=0, dataset="")
@@ -69,36 +71,67 @@ class Session:
 async def open_session(config: Config, checkpoint: Path | None = None, *, scored: bool = True) -> AsyncIterator[Session]:
     """Load the model (a checkpoint's weights, where one is given), prove it, start the scorers; close all in the end.
 
-    Raises ModelError, CheckpointError, ConfigError (a reward that does not load).
+    With `engine.type = "openai"` only the tokenizer is. Raises ModelError, CheckpointError, ConfigError (a reward that does not load).
     """
-    torch.set_num_threads(config.engine.threads)
     tokenizer, info = load_tokenizer(config.model)
+    async with AsyncExitStack() as held:
+        if config.engine.type == "openai":
+            renderer = Renderer(tokenizer, context_limit(config, info))
+            client: EngineClient = await open_server(config, renderer, info, held)
+        else:
+            client, max_context = open_engine(config, checkpoint, held)
+            renderer = Renderer(tokenizer, max_context)
+        runner = RolloutRunner(
+            client,
+            renderer,
+            config,
+            FreeCalls(),
+            lambda row: make_environment(config, row),
+            stop_token_ids=tuple(sorted({*info.stop_token_ids, *renderer.stop_token_ids()})),
+            seed=config.run.seed,
+            in_words=config.engine.type == "openai",
+        )
+        scorers = make_scorers(config.reward) if scored else []
+        held.push_async_callback(close_scorers, scorers)
+        await start_scorers(scorers)
+        yield Session(info, runner, GroupRunner(runner, scorers, FreeCalls()), config.engine.slots)
+
+
+async def open_server(config: Config, renderer: Renderer, info: ModelInfo, held: AsyncExitStack) -> EngineClient:
+    """The servers of `engine.urls`."""
+    from slipstream.engines.openai import OpenAIClient, find_model
+
+    engine, tokenizer = config.engine, renderer.tokenizer
+    client = OpenAIClient(
+        engine.urls,
+        await find_model(engine.urls[0], engine.model),
+        slots=engine.slots,
+        timeout_s=config.rollout.timeout_s,
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        stop_token_id=(renderer.stop_token_ids() or info.stop_token_ids)[0],
+    )
+    held.push_async_callback(client.close)
+    return client
+
+
+def open_engine(config: Config, checkpoint: Path | None, held: AsyncExitStack) -> tuple[EngineClient, int]:
+    """The embedded engine with these weights, ticking in this event loop; and the longest prompt + completion that it takes."""
+    torch.set_num_threads(config.engine.threads)
     engine = build_engine(config, evaluates_only=True)
     if checkpoint is not None:
         put_weights(engine.model, checkpoint)
     engine.set_version(0, 0 if checkpoint is None else int(checkpoint.name.removeprefix("step-")), "")
     engine.pin(share=True)  # nothing changes these weights
-    renderer = Renderer(tokenizer, engine.max_context)
     wake = asyncio.Event()
     client = InProcessClient(engine, on_submit=wake.set)
-    runner = RolloutRunner(
-        client,
-        renderer,
-        config,
-        FreeCalls(),
-        lambda row: make_environment(config, row),
-        stop_token_ids=tuple(sorted({*info.stop_token_ids, *renderer.stop_token_ids()})),
-        seed=config.run.seed,
-    )
-    scorers = make_scorers(config.reward) if scored else []
     ticking = asyncio.create_task(tick_for_ever(engine, client, wake), name="engine")
-    try:
-        await start_scorers(scorers)
-        yield Session(info, runner, GroupRunner(runner, scorers, FreeCalls()), engine)
-    finally:
+
+    async def stop() -> None:
         ticking.cancel()
         await asyncio.gather(ticking, return_exceptions=True)
-        await close_scorers(scorers)
+
+    held.push_async_callback(stop)
+    return client, engine.max_context
 
 
 async def tick_for_ever(engine: EmbeddedEngine, client: InProcessClient, wake: asyncio.Event) -> None:

@@ -47,9 +47,11 @@ def find_target(args: argparse.Namespace, *, checked: bool = True) -> Target:
     overrides = list(args.overrides)
     if args.model is not None:
         overrides += ["--model.name", args.model]
-    loaded = load_run(args.run, overrides, checked=checked)
+    loaded = load_run(args.run, overrides, checked=checked, trains=False)
     folder = args.run[0]
     name = loaded.config.model.name
+    if loaded.config.engine.type == "openai":
+        return _server_target(args, loaded)
     if args.model is not None:
         return Target(loaded, None, name)
     if not folder.is_dir():
@@ -64,6 +66,17 @@ def find_target(args: argparse.Namespace, *, checked: bool = True) -> Target:
         return Target(loaded, None, f"{name}, untrained")
     checkpoint = checkpoint_folder(folder, args.version)
     return Target(loaded, checkpoint, f"{name} after {checkpoint.name.removeprefix('step-')} steps")
+
+
+def _server_target(args: argparse.Namespace, loaded: LoadedConfig) -> Target:
+    """A server has its own model. `[model]` gives the tokenizer that counts its tokens."""
+    given = {"--version": args.version is not None, "--untrained": args.untrained, "--model": args.model is not None}
+    for option in (name for name, is_given in given.items() if is_given):
+        raise ConfigError(
+            f'{option} with engine.type = "openai": the server has its own model; --engine.model NAME says which of its models'
+        )
+    engine = loaded.config.engine
+    return Target(loaded, None, f"{engine.model or 'the model'} at {', '.join(engine.urls)}")
 
 
 def sampling_of(args: argparse.Namespace, loaded: LoadedConfig, temperature: float) -> Sampling:

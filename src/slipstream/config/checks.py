@@ -34,13 +34,13 @@ class Conflict:
     text: str  # given, why not, what to do
 
 
-def check(config: Config, *, reward_given: bool, base_folder: Path) -> list[Conflict]:
-    """Every conflict in these settings; `reward_given`: a callable comes as the reward."""
+def check(config: Config, *, reward_given: bool, base_folder: Path, trains: bool = True) -> list[Conflict]:
+    """Every conflict in these settings; `reward_given`: a callable comes as the reward; `trains`: they are to train a model."""
     return [
         *(Conflict(keys, text) for keys, text in loss_problems(config, reward_given=reward_given)),
         *(Conflict(keys, text) for keys, text in gate_problems(config)),
         *(Conflict(keys, text) for keys, text in lora_problems(config)),
-        *(Conflict(keys, text) for keys, text in engine_problems(config)),
+        *(Conflict(keys, text) for keys, text in engine_problems(config, trains=trains)),
         *_deterministic(config),
         *_replicas(config),
         *_environment(config),

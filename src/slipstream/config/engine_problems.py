@@ -11,10 +11,15 @@ VLLM_TEMPERATURES = (0.01, 2.0)  # beside 0: what is hotter it refuses, what is 
 Problem = tuple[tuple[str, ...], str]  # (keys, the first to blame; what is wrong and what to do)
 
 
-def engine_problems(config: Config) -> Iterator[Problem]:
-    """Everything about the engine's type that does not go together with the rest."""
+def engine_problems(config: Config, *, trains: bool) -> Iterator[Problem]:
+    """Everything about the engine's type that does not go together with the rest; `trains`: it is to be given new weights."""
+    if config.engine.model is not None and config.engine.type != "openai":
+        yield (("engine.model", "engine.type"), f'model with engine.type = "{config.engine.type}", which has that of [model]; leave it out')
     if config.engine.type == "embedded":
         yield from _embedded(config.engine)
+        return
+    if config.engine.type == "openai":
+        yield from _openai(config.engine, trains)
         return
     yield from _placing(config)
     yield from _exactness(config)
@@ -30,6 +35,28 @@ def _embedded(engine: EngineSettings) -> Iterator[Problem]:
                 (f"engine.{key}", "engine.type"),
                 f'{key} with engine.type = "embedded", which starts no server; use engine.type = "vllm" or leave it out',
             )
+
+
+def _openai(engine: EngineSettings, trains: bool) -> Iterator[Problem]:
+    if trains:
+        yield (
+            ("engine.type",),
+            'engine.type = "openai" cannot be trained: such a server takes no weights, and tells neither its tokens nor their logprobs. It '
+            'is for slipstream eval, generate and rollout; to train, use "embedded" or "vllm"',
+        )
+    if importlib.util.find_spec("openai") is None:
+        yield (
+            ("engine.type",),
+            "engine.type = \"openai\" needs the package openai, which is not installed; pip install 'slipstream[openai]'",
+        )
+    if not engine.urls:
+        yield (("engine.urls", "engine.type"), 'engine.type = "openai" needs urls = ["http://host:port/v1"], the base URL of a server')
+    for key in ("python", "server_args"):
+        if getattr(engine, key):
+            yield ((f"engine.{key}", "engine.type"), f'{key} with engine.type = "openai", which starts no server; leave it out')
+    bad = [url for url in engine.urls if not url.startswith(("http://", "https://"))]
+    if bad:
+        yield (("engine.urls", "engine.type"), f'"{bad[0]}" is no base URL, as http://host:port/v1')
 
 
 def _placing(config: Config) -> Iterator[Problem]:

@@ -37,13 +37,18 @@ class LoadedConfig:
 
 
 def load_config(
-    paths: Sequence[Path | str], overrides: Sequence[str] = (), *, reward_given: bool = False, checked: bool = True
+    paths: Sequence[Path | str],
+    overrides: Sequence[str] = (),
+    *,
+    reward_given: bool = False,
+    checked: bool = True,
+    trains: bool = True,
 ) -> LoadedConfig:
     """Read a run file, overlays over it, and command-line overrides over both.
 
     A path may also be a run folder, whose `config.toml` is meant. Tables merge key by key; lists, and tables whose `type` changes,
     are replaced. `reward_given`: a callable comes as the reward, so that the file needs none. `checked = False` leaves out the
-    cross-field checks, for what neither trains nor scores (export, inspect).
+    cross-field checks, for what neither trains nor scores (export, inspect); `trains = False` those that concern training alone.
 
     Raises ConfigError with every problem found: syntax, unknown keys, wrong types, limits, settings that exclude each other.
 
@@ -57,7 +62,7 @@ def load_config(
         layers.add_file(file)
     layers.add_overrides(list(overrides))
     base_folder = files[0].absolute().parent if files else Path.cwd()
-    return _finish(layers, base_folder, reward_given, checked)
+    return _finish(layers, base_folder, reward_given, checked, trains)
 
 
 def load_tables(tables: Mapping[str, Any], *, reward_given: bool = False) -> LoadedConfig:
@@ -68,7 +73,7 @@ def load_tables(tables: Mapping[str, Any], *, reward_given: bool = False) -> Loa
     """
     layers = Layers()
     layers.merge(with_absolute_files(_plain(tables), (), Path.cwd()), "settings")
-    return _finish(layers, Path.cwd(), reward_given, True)
+    return _finish(layers, Path.cwd(), reward_given, True, True)
 
 
 def _plain(value: Any) -> Any:
@@ -88,14 +93,14 @@ def _config_file(path: Path) -> Path:
     return path / "config.toml" if path.is_dir() else path
 
 
-def _finish(layers: Layers, base_folder: Path, reward_given: bool, checked: bool) -> LoadedConfig:
-    config = None if layers.unreadable else _validate(layers, base_folder, reward_given, checked)
+def _finish(layers: Layers, base_folder: Path, reward_given: bool, checked: bool, trains: bool) -> LoadedConfig:
+    config = None if layers.unreadable else _validate(layers, base_folder, reward_given, checked, trains)
     if config is None or layers.problems:
         raise ConfigError(layers.problems)
     return LoadedConfig(config, {dotted(path): source for path, source in layers.sources.items()}, base_folder)
 
 
-def _validate(layers: Layers, base_folder: Path, reward_given: bool, checked: bool) -> Config | None:
+def _validate(layers: Layers, base_folder: Path, reward_given: bool, checked: bool, trains: bool) -> Config | None:
     """The config; what is wrong with it is added to `layers.problems`.
 
     Cross-field checks run even when some keys are wrong: on the config with those at their defaults, leaving out what concerns them.
@@ -109,7 +114,7 @@ def _validate(layers: Layers, base_folder: Path, reward_given: bool, checked: bo
         config = without(layers.tree, set(wrong))
     if config is not None and checked:
         reward_wrong = any(path[:1] == ("reward",) for path in wrong)
-        conflicts = check(config, reward_given=reward_given or reward_wrong, base_folder=base_folder)
+        conflicts = check(config, reward_given=reward_given or reward_wrong, base_folder=base_folder, trains=trains)
         names = [dotted(path) for path in wrong]
         layers.problems += [_line(c, layers) for c in conflicts if not any(_touches(key, name) for key in c.keys for name in names)]
     return config

@@ -55,6 +55,7 @@ FREE_UNLESS_DETERMINISTIC = (
     "engine.device",
     "engine.python",
     "engine.urls",
+    "engine.model",
     "engine.server_args",
     "trainer.max_tokens_per_micro_batch",
     "trainer.logprob_chunk_tokens",

@@ -125,8 +125,10 @@ class RolloutSettings(Settings):
 
 
 class EngineSettings(Settings):
-    type: Literal["embedded", "vllm"] = Field(
-        default="embedded", description="What generates tokens: the embedded engine, or a vLLM server that the run starts or attaches to."
+    type: Literal["embedded", "vllm", "openai"] = Field(
+        default="embedded",
+        description="What generates tokens: the embedded engine, or a vLLM server that the run starts or attaches to. openai: any server "
+        "with that API, for eval, generate and rollout; it cannot be trained.",
     )
     python: str | None = Field(
         default=None,
@@ -136,7 +138,10 @@ class EngineSettings(Settings):
     urls: list[str] = Field(
         default=[],
         description="vllm: running servers to attach to instead of starting one, http://host:port or unix:/path; their key comes from the "
-        "environment variable SLIPSTREAM_VLLM_KEY.",
+        "environment variable SLIPSTREAM_VLLM_KEY. openai: base URLs of servers of one model, http://host:port/v1; OPENAI_API_KEY.",
+    )
+    model: str | None = Field(
+        default=None, description="openai: the name that the server knows its model by; by default the only one that it lists."
     )
     server_args: list[str] = Field(default=[], description="vllm: further arguments of the server that is started, as for `vllm serve`.")
     replicas: int = Field(

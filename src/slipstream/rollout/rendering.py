@@ -101,7 +101,7 @@ class Renderer:
 
     def _render(self, messages: Messages, tools: ToolSchemas, add_generation_prompt: bool) -> str:
         if tools and not self._template_takes(tools):
-            messages, tools = _with_described_tools(messages, tools), ()
+            messages, tools = with_described_tools(messages, tools), ()
         return self._apply(messages, tools, add_generation_prompt)
 
     def _apply(self, messages: Messages, tools: ToolSchemas, add_generation_prompt: bool) -> str:
@@ -139,7 +139,7 @@ def as_template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return out
 
 
-def _with_described_tools(messages: Messages, tools: ToolSchemas) -> list[dict[str, Any]]:
+def with_described_tools(messages: Messages, tools: ToolSchemas) -> list[dict[str, Any]]:
     """The messages with the tools described in the system message: for templates that take none."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     text = (

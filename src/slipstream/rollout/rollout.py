@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 
 from slipstream.config.settings import Config
-from slipstream.errors import DataError, DeadlineExceeded, EnvironmentFailed, ModelError, RunFailed
+from slipstream.errors import DataError, DeadlineExceeded, EngineRefused, EnvironmentFailed, ModelError, RunFailed
 from slipstream.protocols import EngineClient, Environment, EnvironmentReply, Generation, Message
 from slipstream.rollout.external import ExternalCalls
 from slipstream.rollout.prefixes import Prefix, PrefixRecorder
-from slipstream.rollout.rendering import PromptDoesNotFit, Renderer, as_template_messages
+from slipstream.rollout.rendering import PromptDoesNotFit, Renderer, as_template_messages, with_described_tools
 from slipstream.rollout.trajectory import Trajectory
 from slipstream.types import GenerateRequest, PrefixChunk, Purpose, Rollout, Sampling, StopReason
 
@@ -31,6 +31,7 @@ PROMPT_DOES_NOT_FIT = "prompt does not fit"
 BAD_PROMPT = "bad prompt"
 CHAT_TEMPLATE = "chat template"
 ENVIRONMENT = "environment failed"
+ENGINE = "engine refused"
 DEADLINE = "deadline"
 ABORTED = "aborted"
 PREFIX = "recorded prefix does not fit"
@@ -77,7 +78,10 @@ class RolloutJob:
 
 
 class RolloutRunner:
-    """Runs rollouts for one engine and one set of settings. Holds no state of a rollout, so any number may run at once."""
+    """Runs rollouts for one engine and one set of settings. Holds no state of a rollout, so any number may run at once.
+
+    `in_words`: requests carry the conversation as messages, too.
+    """
 
     def __init__(
         self,
@@ -90,10 +94,11 @@ class RolloutRunner:
         *,
         stop_token_ids: tuple[int, ...],
         seed: int,
+        in_words: bool = False,
     ):
         self._engine, self._renderer, self._config, self._external = engine, renderer, config, external
         self._make_environment, self._recorder = make_environment, recorder
-        self._stop_token_ids, self._seed = stop_token_ids, seed
+        self._stop_token_ids, self._seed, self._in_words = stop_token_ids, seed, in_words
 
     async def run(self, job: RolloutJob) -> Rollout:
         """The rollout's record, failed or not. What raises is not its fault: the engine, the controller, a tool that lost too many threads.
@@ -143,6 +148,8 @@ class RolloutRunner:
             trajectory.fail(DEADLINE, text)
         except EnvironmentFailed as error:
             trajectory.fail(ENVIRONMENT, str(error))
+        except EngineRefused as error:
+            trajectory.fail(ENGINE, str(error))
         except PromptDoesNotFit as error:
             trajectory.fail(PROMPT_DOES_NOT_FIT, str(error))
         except DataError as error:
@@ -160,6 +167,7 @@ class RolloutRunner:
             ids = self._renderer.prompt(messages, job.sampling.max_new_tokens, tools)
             job.shared.agree(messages, ids)
             trajectory.add_prompt(ids)
+            trajectory.messages = with_described_tools(messages, tools) if tools else list(messages)
             for turn in range(self._config.rollout.max_turns):
                 text = await self._sample_turn(job, turn, trajectory, deadline)
                 if trajectory.stop_reason is not StopReason.STOP:
@@ -187,6 +195,7 @@ class RolloutRunner:
             await self._generate(job, turn, trajectory, start, deadline)
         text = self._renderer.decode(trajectory.token_ids[start:])
         trajectory.end_turn(start, job.sampling, time.monotonic() - began, text)
+        trajectory.messages.append({"role": "assistant", "content": text})
         if trajectory.stop_reason is StopReason.ABORT:
             trajectory.fail(ABORTED, "the engine stopped the generation")
         return text
@@ -249,6 +258,7 @@ class RolloutRunner:
             seed=self._seed if job.purpose is Purpose.TRAIN else self._seed + EVAL_SEED_SHIFT,
             oldest_version=trajectory.oldest_version(generation),
             state=generation.state,
+            messages=tuple(trajectory.messages) if self._in_words else (),
         )
 
     def _take_prefix(self, job: RolloutJob, prefix: PrefixChunk, trajectory: Trajectory) -> None:
@@ -277,12 +287,14 @@ class RolloutRunner:
             return False
         if not reply.messages:
             raise EnvironmentFailed("it neither ended the episode nor answered")
-        ids = self._renderer.continuation(trajectory.token_ids[-1], as_template_messages(reply.messages), tools)
+        messages = as_template_messages(reply.messages)
+        ids = self._renderer.continuation(trajectory.token_ids[-1], messages, tools)
         if len(trajectory) + len(ids) >= self._renderer.max_context:
             trajectory.mark_turn(truncated=True)
             trajectory.stop_reason = StopReason.LENGTH
             return False
         trajectory.add_given(ids, reply.messages[-1].role, error=reply.error)
+        trajectory.messages.extend(messages)
         return True
 
     def _records(self, job: RolloutJob) -> bool:

@@ -33,6 +33,7 @@ class Trajectory:
     def __init__(self, group_id: int, sample: int, attempt: int, purpose: Purpose, num_interrupts: int = 0):
         self.group_id, self.sample, self.attempt, self.purpose = group_id, sample, attempt, purpose
         self.token_ids: list[int] = []
+        self.messages: list[dict[str, Any]] = []  # the same in words, for an engine that takes no tokens
         self.texts: list[str] = []  # decoded, one per sampled turn
         self.prompt_length = 0
         self.num_sampled = 0
