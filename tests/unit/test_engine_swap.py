@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from engine_harness import Driver, change_weights, make_engine, plain, prompt, replay, request, tiny_model
@@ -153,3 +156,22 @@ def test_pin_is_checked() -> None:
         engine.set_version(1, 1, "sum-1")
     engine.unpin()
     engine.set_version(1, 1, "sum-1")
+
+
+def test_a_pinned_copy_is_gone_the_moment_it_is_unpinned() -> None:
+    """It is as large as the model: where it waited for the collector of cycles, several stayed, one for each evaluation."""
+    driver = Driver(make_engine(tiny_model("llama")))
+    before = {id(parameter) for parameter in driver.engine.model.parameters()}
+    driver.engine.pin()
+    handle = driver.submit(request(0, 0, prompt(9), 4, purpose=Purpose.EVAL))
+    driver.drain()
+    assert handle and driver.engine._pinned is not None
+    parameters = [weakref.ref(p) for p in driver.engine._pinned.stream.model.parameters() if id(p) not in before]
+    assert parameters
+    gc.collect()
+    gc.disable()
+    try:
+        driver.engine.unpin()
+        assert not [p for p in parameters if p() is not None]
+    finally:
+        gc.enable()

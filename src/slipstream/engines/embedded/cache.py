@@ -49,7 +49,8 @@ class Cache:
         self.dense = DenseRows(max(slots, min_rows), self.blocks_per_sequence * BLOCK_TOKENS)
         self.blocks = BlockAllocator(num_blocks)
         self.prompts = PromptStore(self.blocks)
-        self.states = StateStore(self.blocks, saved_states, saved_bytes, lambda: self.pool.num_bytes // self.pool.num_blocks)
+        pool = self.pool  # not through self: a cycle would keep a pinned model alive until the collector comes by
+        self.states = StateStore(self.blocks, saved_states, saved_bytes, lambda: pool.num_bytes // pool.num_blocks)
 
     def grow(self, blocks: list[int], num_tokens: int, keep: tuple | None = None) -> None:
         """Append blocks until there are enough for `num_tokens` positions. Any prompt but that of key `keep` may give way."""
