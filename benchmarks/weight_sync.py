@@ -12,6 +12,8 @@ with the loop of the shipped code without its hash, with its hash, and it hashes
 into a new file beside the others, syncs it to disk, and reads the file just read: in the shipped code's chunks, without a hash. Shares are
 medians of the rounds' own ratios.
 
+With payload `delta` the trainer changes a share of the weights per version, and both are held against hashing as many bytes.
+
     share of memcpy = seconds of memcpy / seconds of what moved the same bytes
     share of the bound = (2 x memcpy, or write + read) / whole sync
 
@@ -41,6 +43,7 @@ from slipstream.launch.framing import private_directory
 from slipstream.weight_sync.hashed_copy import CHUNK_BYTES, NoHash, hashed_copy
 
 FIRST_USES = 2  # slots; the third one is only used by a trainer that is ahead of its engine
+CHANGED = (0.01, 0.03)  # of bfloat16 weights in a step of AdamW at learning rate 1e-6 and 1e-5: docs/weight_sync.md
 BOUND = {"shared memory": ("memcpy", "memcpy"), "files": ("write", "read")}  # the parts that a whole sync cannot do without
 TICKS = 3  # of decoding between two syncs
 SHARE_WANTED = 0.7
@@ -52,17 +55,26 @@ class Setting:
     layout: str
     dtype: str
     transport: str = "shared memory"
+    payload: str = "full"
+    share: float = 1.0  # of the weights that change per version
     syncs: int = 10  # beyond the first use of each slot
     under_load: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.layout} {self.dtype}"
+        changed = f", {100 * self.share:g} % change" if self.share < 1 else ""
+        return f"{self.layout} {self.dtype}{changed}"
+
+    @property
+    def bound(self) -> tuple[str, str]:
+        """The parts that a whole sync cannot do without: of what changed, that both sides hash all of their weights."""
+        return ("hash", "hash") if self.payload == "delta" else BOUND[self.transport]
 
     def options(self) -> dict[str, str]:
         """What the roles are told: `weight_sync_roles.Case`. Decoding starts with the last version that is measured without it."""
         last = 2 * FIRST_USES + self.syncs - 1
-        return {"layout": self.layout, "dtype": self.dtype, "transport": self.transport, "decode_from": str(last)}
+        told = {name: str(getattr(self, name)) for name in ("layout", "dtype", "transport", "payload", "share")}
+        return told | {"decode_from": str(last)}
 
 
 SETTINGS = {
@@ -70,6 +82,7 @@ SETTINGS = {
         Setting("135M", "bfloat16", syncs=10, under_load=6),
         Setting("135M", "float32", syncs=7, under_load=4),
         Setting("135M", "bfloat16", "files", syncs=7, under_load=3),
+        *(Setting("135M", "bfloat16", over, "delta", share, syncs=7, under_load=3) for over in BOUND for share in CHANGED),
     ),
     False: (
         Setting("135M", "bfloat16", syncs=30, under_load=15),
@@ -77,6 +90,7 @@ SETTINGS = {
         Setting("1B", "bfloat16", syncs=10),
         Setting("135M", "bfloat16", "files", syncs=20, under_load=10),
         Setting("1B", "bfloat16", "files", syncs=5),
+        *(Setting("135M", "bfloat16", over, "delta", share, syncs=20, under_load=10) for over in BOUND for share in CHANGED),
     ),
 }
 
@@ -86,6 +100,7 @@ class Measured:
     """All that one setting gave."""
 
     num_bytes: int = 0
+    num_read: int = 0  # bytes, by the engine
     first: list[Sync] = field(default_factory=list)  # into a slot that was never used
     steady: list[Sync] = field(default_factory=list)
     parts: list[dict[str, float]] = field(default_factory=list)  # seconds of `memory_ways` or `file_ways`, after each of `steady`
@@ -114,7 +129,7 @@ async def measure(setting: Setting) -> Measured:
                     out.parts.append(seconds)
             for _ in range(setting.under_load):
                 await load_round(pair, out)
-            out.num_bytes, out.memory_gib = pair.controller.num_bytes, pair.memory_gib()
+            out.num_bytes, out.num_read, out.memory_gib = pair.controller.num_bytes, pair.controller.num_read, pair.memory_gib()
         finally:
             await pair.close()
     return out
@@ -134,6 +149,8 @@ async def load_round(pair: Pair, out: Measured) -> None:
 
 def ways(setting: Setting, pair: Pair) -> dict[str, Callable[[], Any]]:
     """What the setting's syncs are held against."""
+    if setting.payload == "delta":
+        return {"hash": lambda: xxhash.xxh3_128(pair.buffer().data).digest()}
     if setting.transport == "files":
         return file_ways(*pair.newest_and_spare(), pair.buffer())
     return memory_ways(*pair.source_and_target())
@@ -206,7 +223,9 @@ def report_syncs(report: Report, results: dict[Setting, Measured]) -> None:
         (
             "weights",
             "transport",
+            "payload",
             "MB",
+            "engine reads, MB",
             "trainer",
             "engine",
             "whole sync",
@@ -217,18 +236,22 @@ def report_syncs(report: Report, results: dict[Setting, Measured]) -> None:
         note="Median [least, most]. Trainer: packs or writes, and hashes. Engine: copies or reads, and hashes; its stall. Whole sync: "
         "both, and the messages. Bound of shared memory: 2 x memcpy. Bound of files, on "
         f"{file_system(Path(tempfile.gettempdir())) or 'this disk'}: as many bytes written with fsync and read without a hash; they are "
-        "read from the page cache, as on one machine. First use: the whole sync into a slot whose memory is still to be made.",
+        "read from the page cache, as on one machine. Bound of what changed: both hash all their weights, 2 x "
+        "hash; bits of random elements change, a share as measured on real steps (docs/weight_sync.md). First use: the whole sync into a "
+        "slot whose memory is still to be made.",
     )
     for setting, m in results.items():
         table.rows.append(
             (
                 setting.name,
                 setting.transport,
+                setting.payload,
                 f"{m.num_bytes / 1e6:.0f}",
+                f"{m.num_read / 1e6:.3g}",
                 milliseconds(m.steady, "trainer_s"),
                 milliseconds(m.steady, "stall_s"),
                 milliseconds(m.steady, "total_s"),
-                f"{1e3 * statistics.median(bound := part(m, *BOUND[setting.transport])):.0f}",
+                f"{1e3 * statistics.median(bound := part(m, *setting.bound)):.0f}",
                 f"{share(bound, [sync.total_s for sync in m.steady]):.2f}",
                 milliseconds(m.first, "total_s"),
             )
@@ -253,7 +276,7 @@ def report_shares(report: Report, results: dict[Setting, Measured]) -> None:
         "moves them twice: where memory alone counts, a copy with a checksum of itself by one thread comes to two thirds of memcpy.",
     )
     for setting, m in results.items():
-        if setting.transport != "shared memory":
+        if setting.transport != "shared memory" or setting.payload != "full":
             continue
         rates = [m.num_bytes / statistics.median(part(m, name)) / 1e9 for name in gigabytes]
         memcpy = part(m, "memcpy")
@@ -269,7 +292,7 @@ def report_shares(report: Report, results: dict[Setting, Measured]) -> None:
 def report_stalls(report: Report, results: dict[Setting, Measured]) -> None:
     table = report.table(
         "The engine's stall while it decodes 32 sequences, one thread",
-        ("weights", "transport", "stall, ms", "decode step, ms", "stall in decode steps", "whole sync, ms"),
+        ("weights", "transport", "payload", "stall, ms", "decode step, ms", "stall in decode steps", "whole sync, ms"),
         note="The stall in decode steps is the median of the rounds' own ratios. The whole sync waits for the step under way.",
     )
     for setting, m in results.items():
@@ -278,12 +301,14 @@ def report_stalls(report: Report, results: dict[Setting, Measured]) -> None:
             ticks = spread([1e3 * tick for tick in m.tick_s])
             ratio = paired_ratio(stalls, m.tick_s)
             total = milliseconds(m.loaded, "total_s")
-            table.rows.append((setting.name, setting.transport, milliseconds(m.loaded, "stall_s"), ticks, f"{ratio:.2f}", total))
+            table.rows.append(
+                (setting.name, setting.transport, setting.payload, milliseconds(m.loaded, "stall_s"), ticks, f"{ratio:.2f}", total)
+            )
 
 
 def report_targets(report: Report, results: dict[Setting, Measured]) -> None:
     for setting, m in results.items():
-        if setting.layout == "135M" and setting.transport == "shared memory":
+        if setting.layout == "135M" and setting.transport == "shared memory" and setting.payload == "full":
             if setting.dtype == "bfloat16":
                 total_ms = [1e3 * sync.total_s for sync in m.steady]
                 report.at_most(
@@ -301,7 +326,7 @@ def main() -> None:
     report_shares(report, results)
     report_stalls(report, results)
     report_targets(report, results)
-    report.data = {f"{setting.name}, {setting.transport}": asdict(measured) for setting, measured in results.items()}
+    report.data = {f"{setting.name}, {setting.transport}, {setting.payload}": asdict(measured) for setting, measured in results.items()}
     report.finish(options.json)
 
 

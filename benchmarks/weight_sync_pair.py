@@ -62,7 +62,7 @@ class Watched:
         self.synced: asyncio.Queue[Sync] = asyncio.Queue()
         self._began = self._published = 0.0
         self.ticks: asyncio.Queue[float] = asyncio.Queue()
-        self.num_bytes = 0
+        self.num_bytes = self.num_read = 0
         self.slot, self.newest = 0, ""  # the slot that holds the newest version, and its name
 
     def __getattr__(self, name: str) -> Any:
@@ -83,6 +83,7 @@ class Watched:
 
     async def publish(self, slot: int, manifest: Manifest) -> None:
         self._published, self.num_bytes, self.slot = time.perf_counter(), manifest.total_bytes, slot
+        self.num_read = manifest.deltas[-1].num_bytes if manifest.deltas else manifest.total_bytes
         self.newest = f"{manifest.incarnation}.{manifest.version}"
         await self._controller.publish(slot, manifest)
 

@@ -1,7 +1,7 @@
 """The two processes of `weight_sync.py`: what moves the weights is shipped code, what makes and uses them is only as much as it needs.
 
-    trainer   no optimizer: every weight changes its sign per version, so each version differs from the last in every weight, and packing
-              starts with the caches in the state that an optimizer step leaves
+    trainer   no optimizer: every weight changes its sign per version, or a share of them a bit, and packing starts with the caches in the
+              state that an optimizer step leaves
     engine    the embedded engine in its own loop, without work until version `decode_from`, then with a full batch of endless sequences;
               it notes what every tick of decoding took
 
@@ -30,6 +30,8 @@ from slipstream.launch.wire import RemoteController, connect
 from slipstream.protocols import WeightsOffer
 from slipstream.trainer.loop import Publisher as PublisherAPI
 from slipstream.types import Frame, GenerateRequest, Purpose, Sampling, StepReport
+from slipstream.weight_sync.delta import DeltaPublisher, DeltaWeights, part_of
+from slipstream.weight_sync.delta_files import FileDeltaPublisher, file_delta_weights
 from slipstream.weight_sync.files import FilePublisher, FileWeights
 from slipstream.weight_sync.shared_memory import MemoryPublisher, MemoryWeights
 from slipstream.weight_sync.slots import slots_for
@@ -64,6 +66,8 @@ class Case(msgspec.Struct, frozen=True):
     layout: str
     dtype: str
     transport: str
+    payload: str
+    share: float
     decode_from: int  # version
 
 
@@ -75,12 +79,27 @@ class Transport:
     weights: Callable[[EmbeddedEngine, Child], Callable[[WeightsOffer], str]]
 
 
-TRANSPORTS = {
-    "shared memory": Transport(
+def delta_weights(engine: EmbeddedEngine, child: Child) -> DeltaWeights:
+    def read(offer: WeightsOffer, number: int) -> np.ndarray:
+        return part_of(child.slots[offer.slot].map(), offer.manifest, number)
+
+    return DeltaWeights(engine.model, MemoryWeights(engine.model, child.slots), read)
+
+
+WAYS = {  # transport, payload
+    ("shared memory", "full"): Transport(
         lambda model, child: MemoryPublisher(model, child.slots, model.dtype),
         lambda engine, child: MemoryWeights(engine.model, child.slots),
     ),
-    "files": Transport(
+    ("shared memory", "delta"): Transport(
+        lambda model, child: DeltaPublisher(model, child.slots, model.dtype),
+        delta_weights,
+    ),
+    ("files", "delta"): Transport(
+        lambda model, child: FileDeltaPublisher(model, weight_directory(child.spec.run_folder), NUM_SLOTS, model.dtype),
+        lambda engine, child: file_delta_weights(engine.model, weight_directory(child.spec.run_folder)),
+    ),
+    ("files", "full"): Transport(
         lambda model, child: FilePublisher(model, weight_directory(child.spec.run_folder), NUM_SLOTS, model.dtype),
         lambda engine, child: FileWeights(engine.model, weight_directory(child.spec.run_folder)),
     ),
@@ -108,17 +127,26 @@ def random_model(layout: str, dtype: str) -> PreTrainedModel:
 async def run_trainer(child: Child, controller: RemoteController, case: Case) -> None:
     """`trainer.loop.run_trainer` with an optimizer that turns signs."""
     model = random_model(case.layout, case.dtype)
-    publisher = TRANSPORTS[case.transport].publisher(model, child)
+    publisher = WAYS[case.transport, case.payload].publisher(model, child)
     _, incarnation, _ = await controller.checkpoint_context()
     version = 0
     await _publish(controller, publisher, incarnation, version)
     while await controller.get_batch(version) is not None:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.neg_()
+        change(model, case.share, version)
         version += 1
         checksum = await _publish(controller, publisher, incarnation, version)
         await controller.finish_step(StepReport(step=version - 1, version=version, checksum=checksum))
+
+
+@torch.no_grad()
+def change(model: PreTrainedModel, share: float, version: int) -> None:
+    """The signs of all weights, or the lowest bits of a share of them, drawn with repetition."""
+    for parameter in model.parameters():
+        if share == 1:
+            parameter.neg_()
+            continue
+        bits = parameter.view(-1).view(torch.uint8)[:: parameter.itemsize]
+        bits[torch.randint(len(bits), (round(share * len(bits)),), generator=torch.Generator().manual_seed(version))] ^= 1
 
 
 async def _publish(controller: RemoteController, publisher: PublisherAPI, incarnation: int, version: int) -> str:
@@ -146,7 +174,7 @@ class TimedEngine(EmbeddedEngine):
 async def run_engine_role(child: Child, controller: RemoteController, case: Case) -> None:
     model = random_model(case.layout, case.dtype).requires_grad_(False)
     engine = TimedEngine(model, slots=BATCH, max_context=PROMPT_TOKENS + NEW_TOKENS)
-    apply, wake = TRANSPORTS[case.transport].weights(engine, child), asyncio.Event()
+    apply, wake = WAYS[case.transport, case.payload].weights(engine, child), asyncio.Event()
 
     def decode() -> None:
         for sample in range(BATCH):

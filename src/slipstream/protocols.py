@@ -49,6 +49,23 @@ class ManifestEntry(Record, kw_only=True, frozen=True):
     nbytes: int
 
 
+class Delta(Record, kw_only=True, frozen=True):
+    """A part with what changed between two packs, one after the other: see `weight_sync/delta.py`."""
+
+    version: int  # of the later one
+    base_checksum: str  # of the earlier one's block, as in its manifest
+    checksum: str  # xxh3-128 (hex) of the part's own bytes
+    num_bytes: int
+
+
+class WholeWeights(Record, kw_only=True, frozen=True):
+    """Whole weights that lie where an earlier version was published."""
+
+    incarnation: int
+    version: int
+    checksum: str
+
+
 class Manifest(Record, kw_only=True, frozen=True):
     """What a packed block of weights holds, and the hash that proves it."""
 
@@ -59,6 +76,9 @@ class Manifest(Record, kw_only=True, frozen=True):
     total_bytes: int
     entries: tuple[ManifestEntry, ...]
     aliases: dict[str, str] = {}  # tied name -> the name its storage is sent under
+    deltas: tuple[Delta, ...] = ()  # payload "delta": each leads from the one before, the last to these weights
+    whole: WholeWeights | None = None  # payload "delta" over files: where `deltas` lead on from; None: these weights lie whole in the slot
+    changed_fraction: float | None = None  # payload "delta": of the elements, since the pack before; None: there is none
     probe: tuple[float, ...] = ()  # the trainer's logprobs of fixed tokens, for engines that are servers (`weight_sync/probe.py`)
 
 

@@ -342,6 +342,7 @@ class EngineReport(Record, kw_only=True, frozen=True):
     version: int
     checksum: str
     sync_s: float = 0.0  # copy + hash, the engine's stall
+    repaired: str = ""  # why what changed was refused and whole weights were taken instead (payload "delta")
 
 
 RequestKey = tuple[str, int, int, int, int]  # (purpose, group_id, sample, attempt, turn)

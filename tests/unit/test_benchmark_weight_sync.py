@@ -62,7 +62,7 @@ def test_a_sync_is_both_sides():
 def test_settings_name_what_the_roles_know():
     for setting in (*weight_sync.SETTINGS[True], *weight_sync.SETTINGS[False]):
         case = roles.msgspec.convert(setting.options(), roles.Case, strict=False)
-        assert case.layout in roles.LAYOUTS and case.transport in roles.TRANSPORTS and case.transport in weight_sync.BOUND
+        assert case.layout in roles.LAYOUTS and (case.transport, case.payload) in roles.WAYS and len(setting.bound) == 2
         assert case.decode_from == 2 * weight_sync.FIRST_USES + setting.syncs - 1, "the last version before those under load"
 
 
@@ -73,6 +73,16 @@ def test_layouts_weigh_what_they_are_called():
         }
     sizes = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     assert 2 * sizes["135M"] == pytest.approx(270e6, rel=0.01) and sizes["1B"] == pytest.approx(1e9, rel=0.03)
+
+
+def test_a_share_of_the_weights_changes():
+    model = torch.nn.Linear(1000, 100, bias=False, dtype=torch.bfloat16)
+    before = model.weight.detach().clone()
+    roles.change(model, 0.01, version=3)
+    changed = (model.weight.view(torch.int16) != before.view(torch.int16)).float().mean()
+    assert 0.009 < changed < 0.0101
+    roles.change(model, 1.0, version=4)
+    assert (model.weight != before).all()
 
 
 def test_the_random_model_is_tied_and_random(monkeypatch):

@@ -70,6 +70,10 @@ def make(**tables: Any) -> Config:
         ({"engine": {"type": "vllm"}, "rollout": {"min_p": 0.1}}, ("min_p = 0.1", "does not tell")),
         ({"engine": {"type": "vllm"}, "rollout": {"keep_routing": True}}, ("keep_routing = true", "routes by itself")),
         (
+            {"engine": {"type": "vllm"}, "weight_sync": {"payload": "delta"}},
+            ('payload = "delta"', "own layout", '"full"'),
+        ),
+        (
             {"engine": {"type": "vllm"}, "lora": {"rank": 4}, "weight_sync": {"payload": "adapter"}},
             ('payload = "adapter"', "merged weights", "leave payload out"),
         ),

@@ -28,6 +28,10 @@ def make(**tables: Any) -> Config:
         ({"lora": {"rank": 4, "dropout": 0.05}}, ("dropout = 0.05", "share their packed prompt", "leave it out")),
         ({"lora": {"rank": 4, "targets": []}}, ("targets = [] adapts nothing", '"all-linear"')),
         ({"weight_sync": {"payload": "adapter"}}, ('payload = "adapter" without an adapter', "set lora.rank")),
+        (
+            {"lora": {"rank": 4}, "weight_sync": {"payload": "delta"}},
+            ('"delta" with lora.rank', "adapter alone is smaller", "leave payload out"),
+        ),
         ({"lora": {"rank": 4, "dora": True}, "weight_sync": {"payload": "adapter"}}, ('"adapter" with dora', "norms", '"full"')),
     ],
 )
@@ -83,3 +87,13 @@ def test_an_adapter_needs_little_beside_its_base() -> None:
     assert adapter["weight sync"] == 3 * 4 * trained and merged["weight sync"] == whole["weight sync"] == 3 * 4_000_000
     assert whole["engine"] - adapter["engine"] == 4_000_000 and merged["engine"] == whole["engine"]  # a pinned adapter shares its base
     assert merged["trainer"] - adapter["trainer"] == 4_000_000
+
+
+def test_what_changed_takes_a_quarter_of_each_block_and_over_files_one_block_of_the_trainers() -> None:
+    def parts(**weight_sync: str) -> dict[str, int]:
+        return memory_need(make(weight_sync=weight_sync), SIZE).parts
+
+    full, delta = parts(), parts(payload="delta")
+    assert full["weight sync"] == 3 * 4_000_000 and delta["weight sync"] == (3 * 5 + 1) * 1_000_000
+    assert parts(transport="files")["weight sync"] == 0 and parts(transport="files", payload="delta")["weight sync"] == 6_000_000
+    assert full["engine"] == delta["engine"]

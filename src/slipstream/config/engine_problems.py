@@ -123,6 +123,12 @@ def _sampling(config: Config) -> Iterator[Problem]:
 
 
 def _payload(config: Config) -> Iterator[Problem]:
+    if config.weight_sync.payload == "delta":
+        yield (
+            ("weight_sync.payload", "engine.type"),
+            'payload = "delta" with engine.type = "vllm": a server keeps its weights fused and in its own layout, so positions in the '
+            'trainer\'s mean nothing to it; use payload = "full"',
+        )
     if config.weight_sync.payload == "adapter" and config.lora.on:
         yield (
             ("weight_sync.payload", "engine.type"),

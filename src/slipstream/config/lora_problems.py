@@ -25,6 +25,9 @@ def lora_problems(config: Config) -> Iterator[Problem]:
         yield ("lora.dropout",), f"dropout = {lora.dropout:g}: the trainer has all dropout off, because {reason}; leave it out"
     if lora.targets == []:
         yield ("lora.targets",), 'targets = [] adapts nothing; name linear layers, or use "all-linear"'
+    if payload == "delta":
+        reason = "the adapter alone is smaller than what changes in merged weights"
+        yield ("weight_sync.payload", "lora.rank"), f'payload = "delta" with lora.rank: {reason}; leave payload out'
     if lora.dora and payload == "adapter":
         reason = "an engine would need the norms of all merged weights for every token"
         yield ("weight_sync.payload", "lora.dora"), f'payload = "adapter" with dora: {reason}; use payload = "full" or leave it out'

@@ -327,10 +327,10 @@ class WeightSyncSettings(Settings):
         default=None,
         description="transport = 'files': where the files lie, for this run alone; the folder weights of the run folder by default.",
     )
-    payload: Literal["full", "adapter"] | None = Field(
+    payload: Literal["full", "delta", "adapter"] | None = Field(
         default=None,
-        description="What travels: whole weights (of a LoRA run: merged), or the LoRA adapter alone. By default the adapter where there is "
-        "one that an engine can add.",
+        description="What travels: whole weights (of a LoRA run: merged), what changed in them since the version that an engine holds, or "
+        "the LoRA adapter alone. By default the adapter where there is one that an engine can add, else whole weights.",
     )
     every: int = Field(default=1, ge=1, description="Steps between two published versions; the last one is always published.")
     lag: int | None = Field(
@@ -400,7 +400,7 @@ class Config(Settings):
     ledger: LedgerSettings = LedgerSettings()
 
     @property
-    def payload(self) -> Literal["full", "adapter"]:
+    def payload(self) -> Literal["full", "delta", "adapter"]:
         """What travels to the engines: `weight_sync.payload`, or its default."""
         alone = self.lora.on and not self.lora.dora and self.engine.type == "embedded"
         return self.weight_sync.payload or ("adapter" if alone else "full")

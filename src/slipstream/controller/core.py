@@ -283,7 +283,9 @@ class ControllerCore:
         confirmed = ev.EngineConfirmed(engine_id=report.engine_id, version=report.version, checksum=report.checksum, sync_s=report.sync_s)
         self.journal.record(confirmed)
         self.intake.takes_weights(report.engine_id, False)
-        self.delivery.synced(report.sync_s)
+        self.delivery.synced(report.sync_s, bool(report.repaired))
+        if report.repaired:
+            self.observer.note(f"engine {report.engine_id} took version {report.version} whole, not what had changed: {report.repaired}")
         self.engine_times.confirmed(report.engine_id)
 
     def in_service(self) -> dict[str, EngineInService]:

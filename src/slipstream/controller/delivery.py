@@ -29,6 +29,7 @@ class Delivery:
         self._totals_before = growth(Totals(), journal.state.totals)  # as of the last metric line: a copy of what it tells
         self._flat_steps = 0  # steps in a row whose groups all had zero variance
         self._sync_s: list[float] = []  # of confirmations since the last step
+        self._repairs = 0  # of them
 
     @property
     def _state(self) -> RunState:
@@ -38,9 +39,10 @@ class Delivery:
         """A finished group: hold it in memory until its step is made."""
         self._groups[group.group_id] = group
 
-    def synced(self, seconds: float) -> None:
-        """An engine took new weights in so many seconds."""
+    def synced(self, seconds: float, repaired: bool = False) -> None:
+        """An engine took new weights in so many seconds; `repaired`: whole ones, because it refused what had changed."""
         self._sync_s.append(seconds)
+        self._repairs += repaired
 
     def try_batch(self, step: int) -> Batch | None:
         """Batch `step`: recorded when it is asked for first, equal every time; None while too few groups may be pulled."""
@@ -163,9 +165,11 @@ class Delivery:
             time_s=now - self._started_at,
             grown=growth(self._totals_before, totals),
             weight_sync_s=sum(self._sync_s) / len(self._sync_s) if self._sync_s else None,
+            sync_repairs=self._repairs if self._config.payload == "delta" else None,
             engines=self._engine_times.line(self._state.engines, self._state.engine_starts),
         )
         self._totals_before = growth(Totals(), totals)
         self._sync_s.clear()
+        self._repairs = 0
         self._journal.tell(lambda: self._journal.observer.step(line, batch.groups))
         return line

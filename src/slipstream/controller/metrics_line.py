@@ -29,6 +29,7 @@ def step_line(
     time_s: float,
     grown: Totals,
     weight_sync_s: float | None,
+    sync_repairs: int | None = None,
     engines: dict[str, Any],
 ) -> dict[str, Any]:
     """The flat line of one step. `grown`: see `growth`. The trainer's own metrics come last and do not overwrite what is counted here."""
@@ -58,6 +59,7 @@ def step_line(
         "slots_taken": state.slots_taken,
         "slots": state.num_slots,
         "weight_sync_s": weight_sync_s,
+        **({} if sync_repairs is None else {"sync_repairs": sync_repairs}),
         **engines,
         "step_s": report.step_s,
         "wait_s": report.wait_s,

@@ -30,6 +30,8 @@ from slipstream.trainer.checkpoint import load_checkpoint
 from slipstream.trainer.loop import Publisher
 from slipstream.trainer.probe import ProbedPublisher
 from slipstream.trainer.trainer import Trainer
+from slipstream.weight_sync.delta import DeltaPublisher, DeltaWeights, part_of
+from slipstream.weight_sync.delta_files import FileDeltaPublisher, file_delta_weights
 from slipstream.weight_sync.files import FilePublisher, FileWeights
 from slipstream.weight_sync.memory import MemoryFile
 from slipstream.weight_sync.packing import Source
@@ -59,15 +61,22 @@ def _publisher(context: RunContext, model: PreTrainedModel, adapter: Adapter | N
     if adapter is not None:  # in the dtypes that it computes with: float32 products, merged weights as the base
         source, dtype = adapter.sent if config.payload == "adapter" else adapter.merged, None
     if context.weights is not None:
-        return FilePublisher(source, context.weights, num_weight_slots(config), dtype)
+        files = FileDeltaPublisher if config.payload == "delta" else FilePublisher
+        return files(source, context.weights, num_weight_slots(config), dtype)
+    if config.payload == "delta":
+        return DeltaPublisher(source, slots, dtype)
     return MemoryPublisher(source, list(slots), dtype)
 
 
 def build_weights(context: RunContext, engine: EmbeddedEngine, slots: Sequence[MemoryFile]) -> Callable[[WeightsOffer], str]:
     """What applies an offer to the engine's weights and gives the checksum of the engine's own copy."""
+    delta = context.config.payload == "delta"
     if context.weights is not None:
-        return FileWeights(engine.weights, context.weights)
-    return MemoryWeights(engine.weights, slots)
+        return file_delta_weights(engine.weights, context.weights) if delta else FileWeights(engine.weights, context.weights)
+    whole = MemoryWeights(engine.weights, slots)
+    if not delta:
+        return whole
+    return DeltaWeights(engine.weights, whole, lambda offer, number: part_of(slots[offer.slot].map(), offer.manifest, number))
 
 
 def build_logprobs(config: Config) -> LogprobStage | None:

@@ -30,6 +30,7 @@ from slipstream.rollout.worker import RolloutWorker
 from slipstream.scoring.scorers import make_scorers
 from slipstream.trainer.loop import run_trainer
 from slipstream.types import EngineReport
+from slipstream.weight_sync.delta import refused_by
 from slipstream.weight_sync.lag import LagBroker
 from slipstream.weight_sync.memory import MemoryFile, weight_slots
 
@@ -120,7 +121,13 @@ class InlineRun:
         manifest = offer.manifest
         checksum = self._load_weights(offer)
         self._engine.set_version(manifest.incarnation, manifest.version, checksum)
-        report = EngineReport(engine_id=ENGINE_ID, incarnation=manifest.incarnation, version=manifest.version, checksum=checksum)
+        report = EngineReport(
+            engine_id=ENGINE_ID,
+            incarnation=manifest.incarnation,
+            version=manifest.version,
+            checksum=checksum,
+            repaired=refused_by(self._load_weights),
+        )
         await self._controller.confirm_weights(offer.slot, report)
         return True
 

@@ -5,7 +5,8 @@ Trainer      weights + gradients + AdamW's two moments, + float32 master weights
 Engine       weights + keys and values of all slots at full context, up to 1 GiB of them a second time (`dense_rows.py`); and of saved
              states; each replica. All but the states once more for the copy that an evaluation pins, on one of them
 Frozen       a reference or a teacher: weights + activations of a forward pass, in the logprob stage or beside the trainer's model
-Weight sync  the slots of shared memory: two and one per engine, or with `weight_sync.lag` as many more as versions wait
+Weight sync  the slots of shared memory: two and one per engine, or with `weight_sync.lag` as many more as versions wait. With payload
+             "delta" each is larger by what changed, and the trainer holds that, too; over files it holds one packed block besides
 Processes    what Python and torch take by themselves
 
 Weights, optimizer and KV are exact to a few percent; activations are a rule of thumb, for the completions and, where the caller knows
@@ -36,6 +37,7 @@ _PROCESS_BYTES = 500 << 20  # torch and transformers imported, allocator slack
 _SERVER_BYTES = 3 << 30  # vLLM's three processes without weights, keys and values, measured: imports, compiled kernels, buffers
 _MAX_HEADER_BYTES = 100 << 20
 _DENSE_ROWS_BYTES = 1 << 30  # `dense_rows.MAX_BYTES`, which lies beside torch
+_DELTA_HISTORY = 4  # `weight_sync.delta.HISTORY`, which lies beside torch
 _GIB = 1 << 30
 
 
@@ -107,13 +109,20 @@ def memory_need(
         "trainer": trainer,
         "engine": engine,
         **others,
-        "weight sync": num_weight_slots(config) * _sent_bytes(config, size) if config.weight_sync.transport == "shared_memory" else 0,
+        "weight sync": _sync_bytes(config, size),
         "processes": num_processes * _PROCESS_BYTES,
     }
     host = parts["weight sync"] + parts["processes"]
     host += trainer + sum(others.values()) if _on_host(config.trainer.device or config.model.device) else 0
     host += engine if _on_host(config.engine.device or config.model.device) else 0
     return MemoryNeed(parts, host, available_bytes())
+
+
+def _sync_bytes(config: Config, size: ModelSize) -> int:
+    """Main memory that weights on their way take."""
+    sent, delta = _sent_bytes(config, size), config.payload == "delta"
+    blocks = num_weight_slots(config) if config.weight_sync.transport == "shared_memory" else int(delta)
+    return blocks * sent + (blocks + 1) * (sent // _DELTA_HISTORY if delta else 0)
 
 
 def num_weight_slots(config: Config) -> int:
@@ -124,7 +133,8 @@ def num_weight_slots(config: Config) -> int:
 
 def weight_file_bytes(config: Config, folder: Path) -> int:
     """Disk that weights in flight take with `weight_sync.transport = "files"`; `folder` is that of the model that learns."""
-    return num_weight_slots(config) * _sent_bytes(config, read_model_size(folder))
+    sent = _sent_bytes(config, read_model_size(folder))
+    return num_weight_slots(config) * (sent + (sent // _DELTA_HISTORY if config.payload == "delta" else 0))
 
 
 def _sent_bytes(config: Config, size: ModelSize) -> int:

@@ -64,7 +64,7 @@ async def run_trainer(trainer: Trainer, controller: ControllerAPI, publisher: Pu
             version=trainer.version,
             skipped=step.skipped,
             checksum=weights.checksum if weights else "",
-            metrics=step.metrics,
+            metrics=step.metrics | _sync_metrics(weights),
             wait_s=wait_s,
             step_s=step_s,
             publish_s=publish_s,
@@ -78,6 +78,16 @@ async def run_trainer(trainer: Trainer, controller: ControllerAPI, publisher: Pu
         weights = weights or await _pack(trainer, controller, publisher, incarnation, page)
         await _checkpoint(trainer, controller, weights, checkpoints, page)
     page.idle()
+
+
+def _sync_metrics(weights: Manifest | None) -> dict[str, float]:
+    """Of payload "delta": the share of the weights that changed, and what an engine reads that holds the version before."""
+    if weights is None or weights.changed_fraction is None:
+        return {}
+    return {
+        "sync_changed_fraction": weights.changed_fraction,
+        "sync_bytes": float(weights.deltas[-1].num_bytes if weights.deltas else weights.total_bytes),
+    }
 
 
 async def _publish(trainer: Trainer, controller: ControllerAPI, publisher: Publisher, incarnation: int, page: Progress) -> Manifest:

@@ -105,8 +105,10 @@ class WeightSet:
         return self.overwrite(manifest, fill)
 
     @torch.no_grad()
-    def overwrite(self, manifest: Manifest, fill: Fill) -> str:
+    def overwrite(self, manifest: Manifest, fill: Fill, *, over_own: bool = False) -> str:
         """Overwrite every tensor with what `fill` brings, in the manifest's order, and return the hash of the model's own copy.
+
+        With `over_own`, `fill` finds in its target what the model holds, and need not write all of it.
 
         The manifest must fit (`check`). Raises WeightSyncError where the own copy does not hash to the manifest's checksum, and what `fill`
         raises: the model then holds neither version and must not be used.
@@ -114,7 +116,7 @@ class WeightSet:
         tensors = named_tensors(self._model)
         hasher, zeros = xxhash.xxh3_128(), bytes(ALIGNMENT)
         for entry, end in with_ends(self.layout):
-            _overwrite(tensors[entry.name], entry, fill, hasher)
+            _overwrite(tensors[entry.name], entry, fill, hasher, over_own)
             hasher.update(zeros[: end - entry.offset - entry.nbytes])
         # A tensor that overlaps another was overwritten after it was hashed.
         checksum = self.checksum() if _overlap(tensors[entry.name] for entry in self.layout.entries) else hasher.hexdigest()
@@ -167,7 +169,7 @@ def send(layout: WeightLayout, source: Source, write: Callable[[memoryview], obj
     tensors = named_tensors(source)
     hasher, zeros = xxhash.xxh3_128(), bytes(ALIGNMENT)
     for entry, end in with_ends(layout):
-        data = raw_bytes(tensors[entry.name].to("cpu", dtype_of(entry.dtype)).contiguous())
+        data = packed_bytes(tensors[entry.name], entry)
         if write is None:
             hasher.update(data.data)
         else:
@@ -204,12 +206,12 @@ def with_ends(layout: WeightLayout) -> Iterable[tuple[ManifestEntry, int]]:
     return zip(layout.entries, [*starts, layout.total_bytes], strict=True)
 
 
-def _overwrite(target: Tensor, entry: ManifestEntry, fill: Fill, hasher: xxhash.xxh3_128) -> None:
+def _overwrite(target: Tensor, entry: ManifestEntry, fill: Fill, hasher: xxhash.xxh3_128, over_own: bool) -> None:
     """Fill the tensor, which has the entry's dtype and shape, and hash what it holds then."""
     if plain(target):
         fill(raw_bytes(target), entry, hasher)
     else:
-        staging = np.empty(entry.nbytes, np.uint8)
+        staging = packed_bytes(target, entry).copy() if over_own else np.empty(entry.nbytes, np.uint8)
         fill(staging, entry, NoHash())
         target.copy_(torch.from_numpy(staging).view(target.dtype).view(target.shape))
         hasher.update(raw_bytes(target.cpu().contiguous()).data)
@@ -218,6 +220,11 @@ def _overwrite(target: Tensor, entry: ManifestEntry, fill: Fill, hasher: xxhash.
 def plain(tensor: Tensor) -> bool:
     """Whether its bytes lie in main memory as they are sent."""
     return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def packed_bytes(tensor: Tensor, entry: ManifestEntry) -> np.ndarray:
+    """uint8[entry.nbytes]: the tensor as it is sent. Its own memory, where it lies there like that; else a copy."""
+    return raw_bytes(tensor.to("cpu", dtype_of(entry.dtype)).contiguous())
 
 
 def raw_bytes(tensor: Tensor) -> np.ndarray:

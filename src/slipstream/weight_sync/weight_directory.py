@@ -1,6 +1,7 @@
 """The directory through which weights travel as files: names in it, whose it is, and what may be deleted. No torch.
 
     <incarnation>.<version>.safetensors      whole weights: they get this name when they are complete and on disk
+    <incarnation>.<version>.delta.safetensors    with payload "delta": what changed in them since the version before
     .<run id>.tmp                            what the trainer is writing
 
 The trainer writes, the engine reads. A file's metadata name the run, so that nobody deletes or takes another run's weights.
@@ -19,7 +20,7 @@ from slipstream.errors import RunFolderError
 from slipstream.weight_sync.safetensors_header import read_header
 
 RUN = "run"  # key of the metadata
-_WEIGHTS = re.compile(r"\d+\.\d+\.safetensors")
+_WEIGHTS = re.compile(r"\d+\.\d+(\.delta)?\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,10 @@ class WeightDirectory:
     def file(self, incarnation: int, version: int) -> Path:
         """Where whole weights lie."""
         return self.path / f"{incarnation}.{version}.safetensors"
+
+    def part(self, incarnation: int, version: int) -> Path:
+        """Where what changed up to this version lies."""
+        return self.path / f"{incarnation}.{version}.delta.safetensors"
 
     @property
     def temporary(self) -> Path:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.protocols import ControllerAPI, Progress, WeightsOffer
 from slipstream.types import EngineReport, Frame
+from slipstream.weight_sync.delta import refused_by
 
 if TYPE_CHECKING:
     from slipstream.engines.embedded.engine import EmbeddedEngine
@@ -79,6 +80,7 @@ async def _adopt(
         version=manifest.version,
         checksum=checksum,
         sync_s=time.perf_counter() - began,
+        repaired=refused_by(load_weights),
     )
     await controller.confirm_weights(offer.slot, report)
 
