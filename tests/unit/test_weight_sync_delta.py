@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_harness import make_engine, prompt, request, run, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -16,7 +17,7 @@ from test_weight_sync_packing import Toy, engine
 
 from slipstream.errors import WeightSyncError
 from slipstream.protocols import Manifest, WeightsOffer
-from slipstream.types import decode, encode
+from slipstream.types import Purpose, decode, encode
 from slipstream.weight_sync.delta import PAGE, DeltaPublisher, DeltaWeights, first_delta, part_of, refused_by
 from slipstream.weight_sync.delta_files import FileDeltaPublisher, file_delta_weights
 from slipstream.weight_sync.memory import MemoryFile
@@ -208,6 +209,28 @@ def test_elements_are_compared_as_bits(world_of, value):
     assert world.publish().changed_fraction == 0, "it is equal to itself"
     world.sync("e")
     assert world.engines["e"][0]["w"].numpy().tobytes() == trainer["w"].numpy().tobytes()
+
+
+def test_perturb_and_revert_give_the_same_greedy_output(world_of, monkeypatch):
+    trainer, sampler = tiny_model(seed=0).bfloat16(), tiny_model(seed=1).bfloat16()
+    world, sampling = world_of(trainer), make_engine(sampler)
+    world.join("e", sampler)
+    whole, start = counted(world, monkeypatch), {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+    seen = []
+    for version in range(3):
+        if version == 1:
+            with torch.no_grad():
+                trainer.get_output_embeddings().weight[::20] *= -1
+        else:
+            trainer.load_state_dict(start)
+        world.publish()
+        world.sync("e")
+        sampling.set_version(1, version, "")
+        sampling.pin()
+        (out,) = run(sampling, request(version, 0, prompt(9), new=24, temperature=0.0, purpose=Purpose.EVAL))
+        sampling.unpin()
+        seen.append((out.token_ids, out.logprobs))
+    assert seen[0] == seen[2] != seen[1] and whole == [0]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
