@@ -9,13 +9,14 @@ sides do not disturb each other.
 
 After each sync, while both processes rest, this process copies the slot just read into the other one: in one call (the bound: memcpy),
 with the loop of the shipped code without its hash, with its hash, and it hashes the slot. With transport `files` it writes as many bytes
-into a new file beside the others, syncs it to disk, and reads the file just read: in the shipped code's chunks, without a hash. Shares are
-medians of the rounds' own ratios.
+into a new file beside the others, syncs it to disk, and reads the file just read: in the shipped code's chunks, without a hash. With
+`collective` it sends as many bytes to itself through a TCP socket on the loopback interface, two threads, in messages as large as the
+shipped code's. Shares are medians of the rounds' own ratios.
 
 With payload `delta` the trainer changes a share of the weights per version, and both are held against hashing as many bytes.
 
     share of memcpy = seconds of memcpy / seconds of what moved the same bytes
-    share of the bound = (2 x memcpy, or write + read) / whole sync
+    share of the bound = (2 x memcpy, write + read, or 2 x memcpy + loopback) / whole sync
 
 At last the engine decodes a full batch while versions come in: its stall is what it reports as `weight_sync_s`, a decode step is the
 median tick between two syncs.
@@ -25,8 +26,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -38,13 +41,21 @@ import xxhash
 from bench import Report, paired_ratio, paired_ratios, spread, start
 from weight_sync_pair import Pair, Sync
 
+from slipstream.config.settings import WeightSyncSettings
 from slipstream.controller.run_folder import file_system
 from slipstream.launch.framing import private_directory
 from slipstream.weight_sync.hashed_copy import CHUNK_BYTES, NoHash, hashed_copy
+from slipstream.weight_sync.pair_group import buckets
 
 FIRST_USES = 2  # slots; the third one is only used by a trainer that is ahead of its engine
 CHANGED = (0.01, 0.03)  # of bfloat16 weights in a step of AdamW at learning rate 1e-6 and 1e-5: docs/weight_sync.md
-BOUND = {"shared memory": ("memcpy", "memcpy"), "files": ("write", "read")}  # the parts that a whole sync cannot do without
+BOUND = {  # the parts that a whole sync cannot do without
+    "shared memory": ("memcpy", "memcpy"),
+    "files": ("write", "read"),
+    "collective": ("memcpy", "loopback", "memcpy"),
+}
+DELTA = ("shared memory", "files")  # transports of payload `delta`
+BUCKET_BYTES = WeightSyncSettings().bucket_mib << 20
 TICKS = 3  # of decoding between two syncs
 SHARE_WANTED = 0.7
 TOTAL_WANTED_MS = 100.0
@@ -66,7 +77,7 @@ class Setting:
         return f"{self.layout} {self.dtype}{changed}"
 
     @property
-    def bound(self) -> tuple[str, str]:
+    def bound(self) -> tuple[str, ...]:
         """The parts that a whole sync cannot do without: of what changed, that both sides hash all of their weights."""
         return ("hash", "hash") if self.payload == "delta" else BOUND[self.transport]
 
@@ -82,7 +93,8 @@ SETTINGS = {
         Setting("135M", "bfloat16", syncs=10, under_load=6),
         Setting("135M", "float32", syncs=7, under_load=4),
         Setting("135M", "bfloat16", "files", syncs=7, under_load=3),
-        *(Setting("135M", "bfloat16", over, "delta", share, syncs=7, under_load=3) for over in BOUND for share in CHANGED),
+        Setting("135M", "bfloat16", "collective", syncs=7, under_load=3),
+        *(Setting("135M", "bfloat16", over, "delta", share, syncs=7, under_load=3) for over in DELTA for share in CHANGED),
     ),
     False: (
         Setting("135M", "bfloat16", syncs=30, under_load=15),
@@ -90,7 +102,9 @@ SETTINGS = {
         Setting("1B", "bfloat16", syncs=10),
         Setting("135M", "bfloat16", "files", syncs=20, under_load=10),
         Setting("1B", "bfloat16", "files", syncs=5),
-        *(Setting("135M", "bfloat16", over, "delta", share, syncs=20, under_load=10) for over in BOUND for share in CHANGED),
+        Setting("135M", "bfloat16", "collective", syncs=20, under_load=10),
+        Setting("1B", "bfloat16", "collective", syncs=5),
+        *(Setting("135M", "bfloat16", over, "delta", share, syncs=20, under_load=10) for over in DELTA for share in CHANGED),
     ),
 }
 
@@ -153,6 +167,8 @@ def ways(setting: Setting, pair: Pair) -> dict[str, Callable[[], Any]]:
         return {"hash": lambda: xxhash.xxh3_128(pair.buffer().data).digest()}
     if setting.transport == "files":
         return file_ways(*pair.newest_and_spare(), pair.buffer())
+    if setting.transport == "collective":
+        return collective_ways(pair.buffer(), pair.buffer(1))
     return memory_ways(*pair.source_and_target())
 
 
@@ -169,6 +185,23 @@ def memory_ways(source: np.ndarray, target: np.ndarray) -> dict[str, Callable[[]
 def file_ways(newest: Path, spare: Path, data: np.ndarray) -> dict[str, Callable[[], Any]]:
     """Writing uint8[n] into a file and onto the disk, and reading as many bytes of one that was just written."""
     return {"write": lambda: write_file(spare, data), "read": lambda: read_file(newest, data)}
+
+
+def collective_ways(source: np.ndarray, target: np.ndarray) -> dict[str, Callable[[], Any]]:
+    """Copying uint8[n], and sending as many bytes to oneself."""
+    return {"memcpy": lambda: np.copyto(target, source), "loopback": lambda: through_loopback(source, target)}
+
+
+def through_loopback(source: np.ndarray, target: np.ndarray) -> None:
+    """From a thread that sends to this one, which receives, over a TCP connection of their own."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sending:
+        receiving, _ = server.accept()
+        with receiving:
+            sender = threading.Thread(target=lambda: [sending.sendall(part.data) for part in buckets(source, BUCKET_BYTES)])
+            sender.start()
+            for part in buckets(target, BUCKET_BYTES):
+                receiving.recv_into(part.data, flags=socket.MSG_WAITALL)
+            sender.join()
 
 
 def write_file(path: Path, data: np.ndarray) -> None:
@@ -236,9 +269,10 @@ def report_syncs(report: Report, results: dict[Setting, Measured]) -> None:
         note="Median [least, most]. Trainer: packs or writes, and hashes. Engine: copies or reads, and hashes; its stall. Whole sync: "
         "both, and the messages. Bound of shared memory: 2 x memcpy. Bound of files, on "
         f"{file_system(Path(tempfile.gettempdir())) or 'this disk'}: as many bytes written with fsync and read without a hash; they are "
-        "read from the page cache, as on one machine. Bound of what changed: both hash all their weights, 2 x "
-        "hash; bits of random elements change, a share as measured on real steps (docs/weight_sync.md). First use: the whole sync into a "
-        "slot whose memory is still to be made.",
+        "read from the page cache, as on one machine. Bound of collective: 2 x memcpy and as many bytes over a TCP connection of this "
+        "machine; its engine receives beside its work, so its stall is a copy and a hash as over shared memory. Bound of what changed: "
+        "both hash all their weights, 2 x hash; bits of random elements change, a share as measured on real steps (docs/weight_sync.md). "
+        "First use: the whole sync into a slot whose memory is still to be made.",
     )
     for setting, m in results.items():
         table.rows.append(

@@ -110,7 +110,7 @@ class Pair:
         self.slots = [MemoryFile.create(f"weights-{i}") for i in range(self._run.core.broker.num_slots)]
         self.directory = weight_directory(folder)
         self.directory.prepare()
-        self._buffer = np.empty(0, np.uint8)
+        self._buffers: dict[int, np.ndarray] = {}
         self.controller = Watched(self._run)
         self._server: Server | None = None
         self._processes: list[RoleProcess] = []
@@ -167,11 +167,11 @@ class Pair:
         """With transport `files`: the file of the newest version, and a name beside it that nobody uses."""
         return self.directory.path / f"{self.controller.newest}.safetensors", self.directory.path / "spare"
 
-    def buffer(self) -> np.ndarray:
-        """Memory for as many bytes as a version has, every page of it used before."""
-        if len(self._buffer) != self.controller.num_bytes:
-            self._buffer = np.ones(self.controller.num_bytes, np.uint8)
-        return self._buffer
+    def buffer(self, number: int = 0) -> np.ndarray:
+        """Memory for as many bytes as a version has, every page of it used before; another one for each number."""
+        if number not in self._buffers:
+            self._buffers[number] = np.ones(self.controller.num_bytes, np.uint8)
+        return self._buffers[number]
 
     async def close(self) -> None:
         for process in self._processes:

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 from weight_sync_pair import weight_directory
 
+from slipstream.config.settings import WeightSyncSettings
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.engines.embedded.loop import run_engine
 from slipstream.launch.processes import Child, child_setup
@@ -30,6 +31,7 @@ from slipstream.launch.wire import RemoteController, connect
 from slipstream.protocols import WeightsOffer
 from slipstream.trainer.loop import Publisher as PublisherAPI
 from slipstream.types import Frame, GenerateRequest, Purpose, Sampling, StepReport
+from slipstream.weight_sync.collective import CollectivePublisher, CollectiveWeights
 from slipstream.weight_sync.delta import DeltaPublisher, DeltaWeights, part_of
 from slipstream.weight_sync.delta_files import FileDeltaPublisher, file_delta_weights
 from slipstream.weight_sync.files import FilePublisher, FileWeights
@@ -58,6 +60,7 @@ BATCH = 32
 PROMPT_TOKENS = 52
 NEW_TOKENS = 128  # then the batch starts anew
 NUM_SLOTS = slots_for(1)
+BUCKET_BYTES = WeightSyncSettings().bucket_mib << 20
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -98,6 +101,10 @@ WAYS = {  # transport, payload
     ("files", "delta"): Transport(
         lambda model, child: FileDeltaPublisher(model, weight_directory(child.spec.run_folder), NUM_SLOTS, model.dtype),
         lambda engine, child: file_delta_weights(engine.model, weight_directory(child.spec.run_folder)),
+    ),
+    ("collective", "full"): Transport(
+        lambda model, child: CollectivePublisher(model, child.spec.socket_folder, NUM_SLOTS, model.dtype, bucket_bytes=BUCKET_BYTES),
+        lambda engine, child: CollectiveWeights(engine.model, child.spec.socket_folder, child.spec.role, bucket_bytes=BUCKET_BYTES),
     ),
     ("files", "full"): Transport(
         lambda model, child: FilePublisher(model, weight_directory(child.spec.run_folder), NUM_SLOTS, model.dtype),
@@ -193,7 +200,8 @@ async def run_engine_role(child: Child, controller: RemoteController, case: Case
         if not engine.has_work():
             decode()
 
-    await run_engine(engine, controller, load_weights, send_frame, wake, child.progress)
+    fetch = apply.fetch if isinstance(apply, CollectiveWeights) else None
+    await run_engine(engine, controller, load_weights, send_frame, wake, child.progress, fetch)
 
 
 def decode_request(sample: int, new_tokens: int) -> GenerateRequest:

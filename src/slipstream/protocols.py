@@ -3,7 +3,7 @@
 Who talks to whom (arrows: who calls):
 
     rollout worker ──► controller   admit, progress, interrupted, finish_group, finish_evaluation, evaluation_lost, next_engines, note
-    trainer        ──► controller   get_batch, begin_write, publish, finish_step, commit_checkpoint
+    trainer        ──► controller   get_batch, begin_write, publish, finish_step, commit_checkpoint, weights_taken
     engine         ──► controller   next_weights, confirm_weights
     rollout worker ──► engine       generate, cancel, save, free, pin, unpin
     rollout worker ──► logprobs     annotate
@@ -163,6 +163,10 @@ class ControllerAPI(Protocol):
 
     async def checkpoint_context(self) -> tuple[str, int, int]:
         """(run_id, incarnation, ledger_seq) that a checkpoint written now must name."""
+        ...
+
+    async def weights_taken(self) -> None:
+        """Wait until the run is over and every engine in service holds the newest weights: nobody needs the trainer's any more."""
         ...
 
     # -- engine

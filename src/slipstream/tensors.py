@@ -19,13 +19,20 @@ def distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
     aliases: dict[str, str] = {}
     first: dict[tuple, str] = {}
     for name, tensor in tensors.items():
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        place = (tensor.device, _address(tensor), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in first:
             aliases[name] = first[place]
         else:
             first[place] = name
             out[name] = tensor
     return out, aliases
+
+
+def _address(tensor: Tensor) -> int:
+    """Where its bytes begin; of a sharded tensor this rank's, whose storage tells ties even where the rank's part is empty."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
 
 
 def dtype_name(dtype: torch.dtype) -> str:

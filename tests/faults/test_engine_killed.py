@@ -69,8 +69,10 @@ def test_an_engine_alone_is_killed_and_its_rollouts_go_on_at_its_successor(tmp_p
 
 
 def test_of_two_engines_one_is_killed_and_its_rollouts_go_on_at_the_other_until_it_is_back(tmp_path: Path) -> None:
+    """Weights travel in a group per engine: the killed one's is made anew with its successor, the other's is not touched."""
     file = run_file(tmp_path)
-    with LiveRun(file, "--engine.replicas", "2", "--trainer.steps", "1000", "--rollout.max_attempts", "1") as run:
+    over = ("--weight_sync.transport", "collective", "--engine.replicas", "2")
+    with LiveRun(file, *over, "--trainer.steps", "1000", "--rollout.max_attempts", "1") as run:
         run.until(lambda: run.steps() >= 2)
         kill_amid_generation(run, "engine-1")
         steps = run.steps()

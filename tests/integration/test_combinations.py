@@ -53,6 +53,7 @@ FACTORS: dict[str, dict[str, Tables]] = {
         "buffer.stale_level": (None, "token", "rollout", "group"),
         "buffer.filter_zero_variance": (False, True),
         "weight_sync.every": (1, 2),
+        "weight_sync.transport": ("shared_memory", "files", "collective"),
         "weight_sync.payload": (None, "full", "adapter"),
         "lora.rank": (0, 2),
         "weight_sync.lag": (None, 1),
@@ -245,6 +246,7 @@ ACROSS = {
         "loss.teacher_kl": "full",
     },
     "drained, published by twos, evaluated": {
+        "weight_sync.transport": "collective",
         "rollout.interrupt": "drain",
         "weight_sync.every": "2",
         "data.eval": "2",

@@ -1,4 +1,4 @@
-"""Whole runs whose weights travel as files: bit for bit the run of shared memory, a process per role, no litter."""
+"""Whole runs whose weights travel as files or as messages: bit for bit the run of shared memory, a process per role, no litter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def deterministic(folder: Path, **weight_sync: str) -> Tables:
     )
 
 
-def test_a_deterministic_run_is_the_same_run_over_either_transport(tmp_path: Path) -> None:
+def test_a_deterministic_run_is_the_same_run_over_every_transport(tmp_path: Path) -> None:
     run(deterministic(tmp_path / "memory"))
     directory = tmp_path / "elsewhere"
     seen: list[list[str]] = []
@@ -31,9 +31,11 @@ def test_a_deterministic_run_is_the_same_run_over_either_transport(tmp_path: Pat
         deterministic(tmp_path / "files", transport="files", directory=str(directory)),
         on_step=lambda line: seen.append(sorted(path.name for path in directory.iterdir())),
     )
-    memory, files = told(tmp_path / "memory"), told(tmp_path / "files")
-    assert (files.versions, files.batches, files.evaluations) == (memory.versions, memory.batches, memory.evaluations)
-    assert len(set(files.versions.values())) == 5, "the run did not learn, so equal bytes show nothing"
+    run(deterministic(tmp_path / "collective", transport="collective"))
+    memory = told(tmp_path / "memory")
+    for other in (told(tmp_path / "files"), told(tmp_path / "collective")):
+        assert (other.versions, other.batches, other.evaluations) == (memory.versions, memory.batches, memory.evaluations)
+    assert len(set(memory.versions.values())) == 5, "the run did not learn, so equal bytes show nothing"
     assert all(names and len(names) <= 3 for names in seen), "one for each slot that the broker has used"
     assert list(directory.iterdir()) == []
 

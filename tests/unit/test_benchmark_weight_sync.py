@@ -55,6 +55,14 @@ def test_the_ways_of_files_move_all_bytes(tmp_path):
         weight_sync.write_file(tmp_path / "spare", written)
 
 
+def test_the_ways_of_collective_move_all_bytes():
+    source = np.random.default_rng(0).integers(1, 256, 9_000_003, dtype=np.uint8)
+    for name, way in weight_sync.collective_ways(source, target := np.zeros_like(source)).items():
+        target[:] = 0
+        way()
+        assert np.array_equal(target, source), name
+
+
 def test_a_sync_is_both_sides():
     assert pair.Sync(trainer_s=1.0, engine_s=2.0, stall_s=1.5).total_s == 3.0
 
@@ -62,7 +70,7 @@ def test_a_sync_is_both_sides():
 def test_settings_name_what_the_roles_know():
     for setting in (*weight_sync.SETTINGS[True], *weight_sync.SETTINGS[False]):
         case = roles.msgspec.convert(setting.options(), roles.Case, strict=False)
-        assert case.layout in roles.LAYOUTS and (case.transport, case.payload) in roles.WAYS and len(setting.bound) == 2
+        assert case.layout in roles.LAYOUTS and (case.transport, case.payload) in roles.WAYS and setting.bound
         assert case.decode_from == 2 * weight_sync.FIRST_USES + setting.syncs - 1, "the last version before those under load"
 
 

@@ -466,6 +466,26 @@ def test_a_stop_lets_everyone_leave(folder):
     run(main())
 
 
+def test_the_trainers_weights_are_needed_until_the_run_is_over_and_every_engine_in_service_has_the_last(folder):
+    async def main():
+        controller = start(folder, config())
+        await publish(controller, 0)
+        await serve_engine(controller)
+        await controller.next_weights("e1", 1, -1)
+        taken = asyncio.create_task(controller.weights_taken())
+        await asyncio.sleep(0)
+        controller.request_stop("Ctrl-C")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not taken.done(), "an engine has not got its weights yet"
+        controller.engine_gone("e1", "it died")
+        async with asyncio.timeout(5):
+            await taken
+        controller.close()
+
+    run(main())
+
+
 def test_a_failure_wakes_everyone_who_waits_and_meets_everyone_who_asks(folder):
     async def main():
         controller = start(folder, config())

@@ -95,6 +95,11 @@ def test_weight_slots_are_those_that_the_broker_hands_out(lag, slots):
     assert memory_need(Config.model_validate(settings), SIZE).parts["weight sync"] == slots * 4_000_000
 
 
+def test_engines_that_receive_messages_hold_a_block_each():
+    settings = {"engine": {"replicas": 2}, "weight_sync": {"transport": "collective"}}
+    assert memory_need(Config.model_validate(settings), SIZE).parts["weight sync"] == (4 + 2) * 4_000_000
+
+
 def test_weights_that_travel_as_files_lie_on_the_disk(folder):
     config = Config.model_validate({"weight_sync": {"transport": "files"}, "model": {"dtype": "bfloat16"}})
     assert memory_need(config, SIZE).parts["weight sync"] == 0

@@ -49,7 +49,7 @@ def check(config: Config, *, reward_given: bool, base_folder: Path, trains: bool
         *_lengths(config),
         *_rewards(config, reward_given),
         *_only_teacher(config, reward_given),
-        *_weight_directory(config),
+        *_transport(config),
         *_files(config, base_folder),
     ]
 
@@ -224,13 +224,19 @@ def _pattern_problem(pattern: object) -> str | None:
     return None
 
 
-def _weight_directory(config: Config) -> Iterator[Conflict]:
+def _transport(config: Config) -> Iterator[Conflict]:
     sync = config.weight_sync
     if sync.directory is not None and sync.transport != "files":
         yield Conflict(
             ("weight_sync.directory", "weight_sync.transport"),
             f'directory = "{sync.directory}" with transport = "{sync.transport}", which writes no files; use transport = "files" or leave '
             "directory out",
+        )
+    if sync.transport == "collective" and sync.payload == "delta":
+        yield Conflict(
+            ("weight_sync.payload", "weight_sync.transport"),
+            'payload = "delta" with transport = "collective", which sends whole blocks; use "shared_memory" or "files", or leave '
+            "payload out",
         )
 
 

@@ -123,6 +123,12 @@ def _sampling(config: Config) -> Iterator[Problem]:
 
 
 def _payload(config: Config) -> Iterator[Problem]:
+    if config.weight_sync.transport == "collective":
+        yield (
+            ("weight_sync.transport", "engine.type"),
+            'transport = "collective" with engine.type = "vllm": a server loads whole blocks that lie in memory or files; use transport = '
+            '"shared_memory" or "files"',
+        )
     if config.weight_sync.payload == "delta":
         yield (
             ("weight_sync.payload", "engine.type"),

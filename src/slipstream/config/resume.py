@@ -42,6 +42,7 @@ FREE = (
     "metrics.samples_per_step",
     "ledger.keep",
     "weight_sync.directory",
+    "weight_sync.bucket_mib",
 )
 
 # Speed and place: the same mathematics, other rounding or another order of events. A deterministic run must keep them.

@@ -318,14 +318,18 @@ class LossSettings(Settings):
 
 
 class WeightSyncSettings(Settings):
-    transport: Literal["shared_memory", "files"] = Field(
+    transport: Literal["shared_memory", "files", "collective"] = Field(
         default="shared_memory",
-        description="How weights travel: memory that trainer and engine map, or safetensors files in a directory that both see. "
+        description="How weights travel: memory that trainer and engine map, safetensors files in a directory that both see, or messages "
+        "of torch.distributed, one group for each engine. "
         "launch = 'inline' does the same in one process.",
     )
     directory: str | None = Field(
         default=None,
         description="transport = 'files': where the files lie, for this run alone; the folder weights of the run folder by default.",
+    )
+    bucket_mib: int = Field(
+        default=4, ge=1, le=1024, description="transport = 'collective': MiB per message; two are on their way at a time."
     )
     payload: Literal["full", "delta", "adapter"] | None = Field(
         default=None,

@@ -5,6 +5,7 @@
                                                   publish (permits), confirm_weights (slots, evaluations), finish_step, stop
                         next_engines              confirm_weights, engine_gone
     trainer             get_batch                 finish_group, stop
+                        weights_taken             confirm_weights, engine_gone, finish_evaluation, stop
     engine              next_weights              publish; under a barrier also finish_group, get_batch: the round is over
     launcher            wait_finished             finish_step, finish_evaluation, stop, fail
 
@@ -304,6 +305,10 @@ class Controller:
         await self._durable()
         await self._blocking(checkpoints.discard, folder, gone)
         core.prune()
+
+    async def weights_taken(self) -> None:
+        core = self.core
+        await self._wait(lambda: core.weights_taken or None, lambda: f"engines lack the last weights: {core.why_no_work()}", self._quiet_s)
 
     async def _blocking(self, call: Callable[..., Any], *args: Any) -> None:
         """Long file work: beside the loop, except inline, where nothing may depend on how long a thread takes."""

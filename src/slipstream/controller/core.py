@@ -82,6 +82,12 @@ class ControllerCore:
         return self.trained and (self.evaluations.settled or self.state.step > self.config.trainer.steps)
 
     @property
+    def weights_taken(self) -> bool:
+        """The run is over, and no engine in service is behind the newest version."""
+        newest = max(self.state.published, default=-1)
+        return (self.finished or self.stopping) and all(version >= newest for version in self.state.engines.values())
+
+    @property
     def serving(self) -> bool:
         """Some engine is in service and holds weights of this incarnation."""
         return max(self.state.engines.values(), default=-1) >= 0

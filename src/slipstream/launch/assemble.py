@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from slipstream.config.frozen_models import stage_models, trainer_teacher
-from slipstream.config.settings import Config
+from slipstream.config.settings import MAX_ENGINES, Config
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.engines.embedded.interrupts import InterruptPolicy
 from slipstream.launch.assemble_worker import context_limit
@@ -30,12 +30,14 @@ from slipstream.trainer.checkpoint import load_checkpoint
 from slipstream.trainer.loop import Publisher
 from slipstream.trainer.probe import ProbedPublisher
 from slipstream.trainer.trainer import Trainer
+from slipstream.weight_sync.collective import CollectivePublisher, CollectiveWeights
 from slipstream.weight_sync.delta import DeltaPublisher, DeltaWeights, part_of
 from slipstream.weight_sync.delta_files import FileDeltaPublisher, file_delta_weights
 from slipstream.weight_sync.files import FilePublisher, FileWeights
 from slipstream.weight_sync.memory import MemoryFile
 from slipstream.weight_sync.packing import Source
 from slipstream.weight_sync.shared_memory import MemoryPublisher, MemoryWeights
+from slipstream.weight_sync.slots import slots_for
 
 ENGINE_ID = "engine-0"  # of the only one
 
@@ -63,6 +65,9 @@ def _publisher(context: RunContext, model: PreTrainedModel, adapter: Adapter | N
     if context.weights is not None:
         files = FileDeltaPublisher if config.payload == "delta" else FilePublisher
         return files(source, context.weights, num_weight_slots(config), dtype)
+    if config.weight_sync.transport == "collective":
+        num_slots = max(num_weight_slots(config), slots_for(MAX_ENGINES))  # engines may be added
+        return CollectivePublisher(source, context.sockets, num_slots, dtype, bucket_bytes=config.weight_sync.bucket_mib << 20)
     if config.payload == "delta":
         return DeltaPublisher(source, slots, dtype)
     return MemoryPublisher(source, list(slots), dtype)
@@ -73,6 +78,9 @@ def build_weights(context: RunContext, engine: EmbeddedEngine, slots: Sequence[M
     delta = context.config.payload == "delta"
     if context.weights is not None:
         return file_delta_weights(engine.weights, context.weights) if delta else FileWeights(engine.weights, context.weights)
+    if context.config.weight_sync.transport == "collective":
+        bucket_bytes = context.config.weight_sync.bucket_mib << 20
+        return CollectiveWeights(engine.weights, context.sockets, engine.engine_id, bucket_bytes=bucket_bytes)
     whole = MemoryWeights(engine.weights, slots)
     if not delta:
         return whole

@@ -20,6 +20,7 @@ class RunContext:
     incarnation: int
     start_step: int  # the checkpoint's; 0 without one
     run_id: str
+    sockets: str = ""  # private directory of this start: roles find each other in it
 
     @property
     def checkpoints(self) -> Path:

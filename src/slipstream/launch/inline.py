@@ -9,6 +9,7 @@ recorded, and running groups are handed out again with those, so the uninterrupt
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from slipstream.errors import DeadlineExceeded
 from slipstream.launch.assemble import ENGINE_ID, build_engine, build_logprobs, build_trainer, build_weights
 from slipstream.launch.assemble_worker import build_worker
 from slipstream.launch.context import RunContext
+from slipstream.launch.framing import private_directory
 from slipstream.launch.page import NullProgress
 from slipstream.launch.scheduler import run_until_blocked, settle
 from slipstream.models.loading import load_tokenizer
@@ -30,6 +32,7 @@ from slipstream.rollout.worker import RolloutWorker
 from slipstream.scoring.scorers import make_scorers
 from slipstream.trainer.loop import run_trainer
 from slipstream.types import EngineReport
+from slipstream.weight_sync.collective import close_transport
 from slipstream.weight_sync.delta import refused_by
 from slipstream.weight_sync.lag import LagBroker
 from slipstream.weight_sync.memory import MemoryFile, weight_slots
@@ -41,8 +44,9 @@ async def run_inline(context: RunContext, controller: Controller, rewards: Seque
     """Run to the end, or raise the error of the role that ended it. `rewards` are callables besides those of the settings."""
     config = context.config
     scorers = make_scorers(config.reward, rewards)
-    with _threads(config.engine.threads), weight_slots(config.weight_sync.transport, controller.core.broker.num_slots) as slots:
-        run = InlineRun(context, controller, slots)
+    transport, num_slots = config.weight_sync.transport, controller.core.broker.num_slots
+    with _threads(config.engine.threads), weight_slots(transport, num_slots) as slots, _with_sockets(context) as placed:
+        run = InlineRun(placed, controller, slots)
         try:
             await run.run(scorers)
         finally:
@@ -61,6 +65,16 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def _with_sockets(context: RunContext) -> Iterator[RunContext]:
+    """The context with a private directory for sockets, where the transport has some also within one process."""
+    if context.config.weight_sync.transport != "collective":
+        yield context
+        return
+    with private_directory() as folder:
+        yield dataclasses.replace(context, sockets=folder)
 
 
 class InlineRun:
@@ -184,6 +198,7 @@ class InlineRun:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._worker is not None:
             await self._worker.close()
+        close_transport(self._load_weights, self._publisher)
 
 
 class _CanonicalPoints:

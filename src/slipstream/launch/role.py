@@ -44,7 +44,13 @@ def context_of(child: Child) -> RunContext:
     folder, options = Path(child.spec.run_folder), child.spec.options
     config = load_config([folder], reward_given=True, checked=False).config
     return RunContext(
-        config, Path(options["base_folder"]), folder, int(options["incarnation"]), int(options["start_step"]), options["run_id"]
+        config,
+        Path(options["base_folder"]),
+        folder,
+        int(options["incarnation"]),
+        int(options["start_step"]),
+        options["run_id"],
+        child.spec.socket_folder,
     )
 
 
@@ -62,12 +68,14 @@ async def _run_embedded(child: Child, context: RunContext, controller: RemoteCon
     from slipstream.engines.embedded.loop import run_engine
     from slipstream.launch.assemble import build_engine, build_weights
     from slipstream.launch.engine_socket import serve, socket_path
+    from slipstream.weight_sync.collective import CollectiveWeights
 
     engine = build_engine(context.config, child.spec.role)
     wake = asyncio.Event()
     server = await serve(engine, socket_path(child.spec.socket_folder, engine.engine_id), wake.set)
-    load_weights = build_weights(context, engine, child.slots)
-    await run_engine(engine, controller, load_weights, server.send_frame, wake, child.progress)
+    weights = build_weights(context, engine, child.slots)
+    fetch = weights.fetch if isinstance(weights, CollectiveWeights) else None
+    await run_engine(engine, controller, weights, server.send_frame, wake, child.progress, fetch)
 
 
 async def run_trainer_role(child: Child, controller: RemoteController) -> None:
@@ -80,6 +88,8 @@ async def run_trainer_role(child: Child, controller: RemoteController) -> None:
     if trainer.device.type == "cpu":
         keep_freed_memory()
     await run_trainer(trainer, controller, publisher, context.checkpoints, child.progress)
+    if context.config.weight_sync.transport == "collective":  # engines get them from this process
+        await controller.weights_taken()
 
 
 async def run_rollout_role(child: Child, controller: RemoteController) -> None:

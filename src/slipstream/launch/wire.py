@@ -33,7 +33,7 @@ from slipstream.launch.framing import Link
 from slipstream.protocols import ControllerAPI
 from slipstream.types import decode, encode
 
-LONG_POLLS = frozenset({"admit", "get_batch", "next_engines", "next_weights"})  # wait for something to happen: no deadline
+LONG_POLLS = frozenset({"admit", "get_batch", "next_engines", "next_weights", "weights_taken"})  # wait for something to happen: no deadline
 CALL_DEADLINE_S = 60.0
 DEADLINES_S = {"commit_checkpoint": COMMIT_CHECKPOINT_S}
 KEPT_ANSWERS = frozenset({"admit"})  # not idempotent: an answer that crosses a cancellation is given to the next call

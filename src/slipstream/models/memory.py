@@ -6,7 +6,8 @@ Engine       weights + keys and values of all slots at full context, up to 1 GiB
              states; each replica. All but the states once more for the copy that an evaluation pins, on one of them
 Frozen       a reference or a teacher: weights + activations of a forward pass, in the logprob stage or beside the trainer's model
 Weight sync  the slots of shared memory: two and one per engine, or with `weight_sync.lag` as many more as versions wait. With payload
-             "delta" each is larger by what changed, and the trainer holds that, too; over files it holds one packed block besides
+             "delta" each is larger by what changed, and the trainer holds that, too; over files it holds one packed block besides.
+             With transport `collective` each engine holds one block besides
 Processes    what Python and torch take by themselves
 
 Weights, optimizer and KV are exact to a few percent; activations are a rule of thumb, for the completions and, where the caller knows
@@ -121,7 +122,8 @@ def memory_need(
 def _sync_bytes(config: Config, size: ModelSize) -> int:
     """Main memory that weights on their way take."""
     sent, delta = _sent_bytes(config, size), config.payload == "delta"
-    blocks = num_weight_slots(config) if config.weight_sync.transport == "shared_memory" else int(delta)
+    blocks = num_weight_slots(config) if config.weight_sync.transport != "files" else int(delta)
+    blocks += config.engine.replicas if config.weight_sync.transport == "collective" else 0
     return blocks * sent + (blocks + 1) * (sent // _DELTA_HISTORY if delta else 0)
 
 

@@ -29,7 +29,7 @@ _PUBLISH_DEADLINE_S = 120.0
 
 
 class Publisher(Protocol):
-    """Writes the trainer's weights into a slot, whatever that is for the transport (`weight_sync/shared_memory.py`, `files.py`)."""
+    """Writes the trainer's weights into a slot, whatever that is for the transport (`weight_sync/`)."""
 
     def pack(self, slot: int, incarnation: int, version: int) -> Manifest: ...
 

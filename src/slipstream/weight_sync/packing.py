@@ -1,6 +1,6 @@
 """Weights as one block of bytes: what lies where (layout), the hash that proves it, and the model that they overwrite (WeightSet).
 
-This is what every transport shares; how the bytes travel is a file of its own (`shared_memory.py`, `files.py`).
+This is what every transport shares; how the bytes travel is a file of its own (`shared_memory.py`, `files.py`, `collective.py`).
 
 A layout is built from `state_dict()`: each tensor once, tied names as aliases, persistent buffers included, non-persistent ones (rotary
 frequencies) neither sent nor cast. Entries start at multiples of 64 bytes; the gaps are zero, so the block's hash is a function of the

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from slipstream.beside import beside
 from slipstream.protocols import ControllerAPI, Progress, WeightsOffer
 from slipstream.types import EngineReport, Frame
 from slipstream.weight_sync.delta import refused_by
@@ -24,6 +25,7 @@ async def run_engine(
     send_frame: Callable[[Frame], Awaitable[None]],
     wake: asyncio.Event,
     page: Progress,
+    fetch: Callable[[WeightsOffer], None] | None = None,
 ) -> None:
     """Tick for ever; ends by cancellation or with the first error.
 
@@ -39,15 +41,16 @@ async def run_engine(
                 nothing, so these waits have no deadline here: a lost controller raises PeerLost out of `next_weights`
     unblocked   by `wake.set()` after submit, cancel and unpin, by the offer, or by a worker that reads or is lost
 
-    `load_weights` copies an offer's bytes into `engine.weights` and gives the checksum of the engine's own copy.
+    `load_weights` copies an offer's bytes into `engine.weights` and gives the checksum of the engine's own copy. Where they have to be
+    brought here first, `fetch` does it, in a thread beside the ticks; it keeps its own deadlines.
     """
-    offer = _next_offer(engine, controller)
+    offer = _next_offer(engine, controller, fetch)
     try:
         while True:
             if offer.done() and (weights := offer.result()) and engine.may_adopt():
                 page.working("adopt weights", TICK_DEADLINE_S)
                 await _adopt(engine, controller, load_weights, weights)
-                offer = _next_offer(engine, controller)
+                offer = _next_offer(engine, controller, fetch)
             if engine.has_work():
                 page.working("tick", TICK_DEADLINE_S)
                 frame = engine.tick()
@@ -62,8 +65,16 @@ async def run_engine(
         await asyncio.gather(offer, return_exceptions=True)
 
 
-def _next_offer(engine: EmbeddedEngine, controller: ControllerAPI) -> asyncio.Task[WeightsOffer]:
-    return asyncio.create_task(controller.next_weights(engine.engine_id, *engine.version), name="engine: next weights")
+def _next_offer(
+    engine: EmbeddedEngine, controller: ControllerAPI, fetch: Callable[[WeightsOffer], None] | None
+) -> asyncio.Task[WeightsOffer]:
+    async def arrived() -> WeightsOffer:
+        offer = await controller.next_weights(engine.engine_id, *engine.version)
+        if fetch is not None:
+            await beside(fetch, offer)
+        return offer
+
+    return asyncio.create_task(arrived(), name="engine: next weights")
 
 
 async def _adopt(
