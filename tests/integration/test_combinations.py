@@ -129,7 +129,7 @@ def blame(row: Row) -> frozenset[str]:
     return frozenset(blamed)
 
 
-SEED = 2  # of the first thirty the one with the fewest rows
+SEED = 17  # of the first thirty the one with the fewest rows
 
 
 @cache

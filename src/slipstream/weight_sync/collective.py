@@ -90,6 +90,7 @@ class CollectivePublisher:
         self._listener.bind(socket_in(folder))
         self._listener.listen()
         self._accepting = _thread("weights: new engines", self._accept)
+        self._accepting.start()
 
     def pack(self, slot: int, incarnation: int, version: int) -> Manifest:
         """Write the current weights into this slot and hash them; they are sent once an engine has leased it. The caller owns the slot.
@@ -122,7 +123,9 @@ class CollectivePublisher:
                 connection.close()
                 return
             line = Line(connection, "an engine")
-            self._engines[_thread("weights: an engine", self._serve, line)] = line
+            thread = _thread("weights: an engine", self._serve, line)
+            self._engines[thread] = line
+            thread.start()
 
     def _serve(self, line: Line) -> None:
         """One engine, until it is gone. Whatever fails ends its connection; what that means for the run shows in the engine's own end."""
@@ -261,6 +264,4 @@ def _device(source: Source) -> torch.device:
 
 
 def _thread(name: str, target: Callable[..., None], *args: object) -> threading.Thread:
-    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
-    thread.start()
-    return thread
+    return threading.Thread(target=target, args=args, name=name, daemon=True)
