@@ -45,9 +45,24 @@ def tables(folder: Path, **changes: Tables | str) -> Tables:
         "checkpoint": {"every": 100},
         "ledger": {"keep": "all"},
     }
-    for name, change in changes.items():
-        base[name] = {**base.get(name, {}), **change} if isinstance(change, dict) else change
-    return base
+    return merged(base, changes)
+
+
+def merged(base: Tables, changes: Tables) -> Tables:
+    """`changes` on top of `base`, table by table."""
+    return base | {name: {**base.get(name, {}), **change} if isinstance(change, dict) else change for name, change in changes.items()}
+
+
+def deterministic(folder: Path, **changes: Tables | str) -> Tables:
+    """The tiniest run that is a function of its file, evaluations and a checkpoint included."""
+    base = tables(
+        folder,
+        run={"deterministic": True},
+        data={"eval": "builtin:sort_digits:eval"},
+        evaluation={"limit": 4, "every": 2},
+        checkpoint={"every": 3},
+    )
+    return merged(base, changes)
 
 
 REWARDS = """

@@ -13,9 +13,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.engines.embedded.engine import EmbeddedEngine
-from slipstream.engines.embedded.interrupts import CONTINUE, InterruptPolicy
 from slipstream.engines.embedded.loop import run_engine
 from slipstream.engines.frames import FrameRouter
+from slipstream.engines.interrupts import CONTINUE, InterruptPolicy
 from slipstream.errors import PeerLost
 from slipstream.protocols import Generation, Manifest, WeightsOffer
 from slipstream.types import EngineReport, Frame, GenerateRequest, Purpose, Sampling, StopReason

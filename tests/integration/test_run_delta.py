@@ -5,24 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from run_harness import Tables, run, run_file, step_lines, tables, told
+from run_harness import Tables, deterministic, run, run_file, step_lines, tables, told
 
 from slipstream import train
 from slipstream.config.load import load_config
 
 SPARSE: Tables = {"model": {"dtype": "bfloat16"}, "trainer": {"steps": 4, "learning_rate": 1e-5}}
-
-
-def deterministic(folder: Path, **weight_sync: str) -> Tables:
-    return tables(
-        folder,
-        run={"deterministic": True},
-        data={"eval": "builtin:sort_digits:eval"},
-        evaluation={"limit": 4, "every": 2},
-        checkpoint={"every": 3},
-        weight_sync=weight_sync,
-        **SPARSE,
-    )
 
 
 def check_lines(lines: list[dict[str, Any]]) -> None:
@@ -31,11 +19,11 @@ def check_lines(lines: list[dict[str, Any]]) -> None:
 
 
 def test_a_deterministic_run_is_the_same_run_with_either_payload(tmp_path: Path) -> None:
-    run(deterministic(tmp_path / "full"))
+    run(deterministic(tmp_path / "full", **SPARSE))
     full = told(tmp_path / "full")
     assert len(set(full.versions.values())) == 5, "the run did not learn, so equal bytes show nothing"
     folder = tmp_path / "delta"
-    run(deterministic(folder, payload="delta", transport="files"))
+    run(deterministic(folder, weight_sync={"payload": "delta", "transport": "files"}, **SPARSE))
     delta = told(folder)
     assert (delta.versions, delta.batches, delta.evaluations) == (full.versions, full.batches, full.evaluations)
     check_lines(step_lines(folder))

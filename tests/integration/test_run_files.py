@@ -5,22 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from run_harness import Tables, run, run_file, step_lines, tables, told
+from run_harness import deterministic, run, run_file, step_lines, tables, told
 
 from slipstream import train
 from slipstream.config.load import load_config
 from slipstream.errors import ConfigError, RunFolderError
-
-
-def deterministic(folder: Path, **weight_sync: str) -> Tables:
-    return tables(
-        folder,
-        run={"deterministic": True},
-        data={"eval": "builtin:sort_digits:eval"},
-        evaluation={"limit": 4, "every": 2},
-        checkpoint={"every": 3},
-        weight_sync=weight_sync,
-    )
 
 
 def test_a_deterministic_run_is_the_same_run_over_every_transport(tmp_path: Path) -> None:
@@ -28,10 +17,10 @@ def test_a_deterministic_run_is_the_same_run_over_every_transport(tmp_path: Path
     directory = tmp_path / "elsewhere"
     seen: list[list[str]] = []
     run(
-        deterministic(tmp_path / "files", transport="files", directory=str(directory)),
+        deterministic(tmp_path / "files", weight_sync={"transport": "files", "directory": str(directory)}),
         on_step=lambda line: seen.append(sorted(path.name for path in directory.iterdir())),
     )
-    run(deterministic(tmp_path / "collective", transport="collective"))
+    run(deterministic(tmp_path / "collective", weight_sync={"transport": "collective"}))
     memory = told(tmp_path / "memory")
     for other in (told(tmp_path / "files"), told(tmp_path / "collective")):
         assert (other.versions, other.batches, other.evaluations) == (memory.versions, memory.batches, memory.evaluations)

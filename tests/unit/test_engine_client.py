@@ -9,7 +9,7 @@ import pytest
 from engine_harness import make_engine, prompt, request, run, tiny_model
 
 from slipstream.engines.embedded.client import InProcessClient
-from slipstream.engines.embedded.interrupts import InterruptPolicy
+from slipstream.engines.interrupts import InterruptPolicy
 from slipstream.protocols import Generation
 from slipstream.types import Purpose, StopReason
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_harness import Driver, change_weights, make_engine, plain, prompt, replay, request, tiny_model
 
-from slipstream.engines.embedded.interrupts import InterruptPolicy
+from slipstream.engines.interrupts import InterruptPolicy
 from slipstream.protocols import Generation
 from slipstream.types import GenerateRequest, Purpose, Span, StopReason
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from engine_harness import VOCABULARY, Driver, change_weights, make_engine, plain, prompt, request, tiny_model
 
-from slipstream.engines.embedded.interrupts import InterruptPolicy
 from slipstream.engines.embedded.versions import VersionMarks
+from slipstream.engines.interrupts import InterruptPolicy
 from slipstream.types import GenerateRequest, Purpose, StopReason
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,8 +15,8 @@ from trainer_models import batch_of, make_group
 
 from slipstream.config.settings import Config, RolloutSettings
 from slipstream.engines.embedded import cache
-from slipstream.engines.embedded.interrupts import InterruptPolicy
 from slipstream.engines.frames import FrameRouter
+from slipstream.engines.interrupts import InterruptPolicy
 from slipstream.errors import DataError
 from slipstream.models.head import base_model
 from slipstream.models.layout import PackedLayout, Segment

@@ -12,10 +12,10 @@ import pytest
 from fake_vllm import LOGPROB, FakeVllm
 
 from slipstream.engines.frames import FrameRouter
+from slipstream.engines.interrupts import InterruptPolicy
 from slipstream.engines.vllm import loop
 from slipstream.engines.vllm.client import Client, Refused, Transient
 from slipstream.engines.vllm.engine import VllmEngine
-from slipstream.engines.vllm.interrupts import ServerInterrupts
 from slipstream.engines.vllm.loop import run_vllm_engine
 from slipstream.engines.vllm.server import ServerDied
 from slipstream.engines.vllm.weights import ServerWeights
@@ -73,7 +73,7 @@ class FakeController:
 class Bench:
     """A fake server, the engine over it, its loop, and a router as the rollout worker's."""
 
-    def __init__(self, fake: FakeVllm, client: Client, policy: ServerInterrupts, slots: int):
+    def __init__(self, fake: FakeVllm, client: Client, policy: InterruptPolicy, slots: int):
         self.fake, self.client, self.controller = fake, client, FakeController()
         self.engine = VllmEngine(
             client, engine_id="engine-0", model="policy", slots=slots, max_context=64, vocab_size=VOCABULARY, policy=policy,
@@ -121,11 +121,11 @@ class Bench:
             await self.until(reached)
 
 
-def run(tmp_path: Path, body: Callable[[Bench], Coroutine[Any, Any, None]], policy: ServerInterrupts | None = None, slots: int = 4) -> None:
+def run(tmp_path: Path, body: Callable[[Bench], Coroutine[Any, Any, None]], policy: InterruptPolicy | None = None, slots: int = 4) -> None:
     async def main() -> None:
         fake = FakeVllm()
         client = Client(await fake.start(tmp_path / "s"), backoff_s=(0.0, 0.0, 0.0))
-        bench = Bench(fake, client, policy or ServerInterrupts(), slots)
+        bench = Bench(fake, client, policy or InterruptPolicy(), slots)
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await body(bench)
@@ -193,7 +193,7 @@ def test_in_flight_goes_on_and_each_token_has_its_own_version(tmp_path: Path, kv
         assert (into.recomputed, into.prefill_version) == ((True, (1, 1)) if recomputes else (False, (1, 0)))
         assert len(bench.fake.requests) == 1
 
-    run(tmp_path, body, ServerInterrupts("in_flight", kv))
+    run(tmp_path, body, InterruptPolicy("in_flight", kv))
 
 
 def test_an_update_between_two_tokens_of_one_chunk(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_aborted_sequences_end_with_interrupt_and_their_tokens(tmp_path: Path, i
         assert into.recomputed and into.prefill_version == (1, 1)
         assert bench.fake.requests[-1]["cache_salt"] == "1.1"
 
-    run(tmp_path, body, ServerInterrupts(interrupt, "recompute"))
+    run(tmp_path, body, InterruptPolicy(interrupt, "recompute"))
 
 
 def test_interrupt_after_spares_the_young(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_interrupt_after_spares_the_young(tmp_path: Path) -> None:
         await bench.until(young_ended)
         assert young.stop_reason is StopReason.LENGTH and [s.version for s in young.spans] == [5, 6]
 
-    run(tmp_path, body, ServerInterrupts("abort_resume", "recompute", 1))
+    run(tmp_path, body, InterruptPolicy("abort_resume", "recompute", 1))
 
 
 def test_drain_lets_what_runs_end_and_starts_nothing_before_the_new_weights(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_drain_lets_what_runs_end_and_starts_nothing_before_the_new_weights(tmp_
         await bench.until(second_ended)
         assert [s.version for s in first.spans] == [0] and [s.version for s in second.spans] == [1]
 
-    run(tmp_path, body, ServerInterrupts("drain"))
+    run(tmp_path, body, InterruptPolicy("drain"))
 
 
 def test_a_request_waits_for_its_version(tmp_path: Path) -> None:
@@ -532,7 +532,7 @@ def test_a_pin_holds_new_weights_back_and_evaluations_run_on_what_is_pinned(tmp_
         assert bench.engine.unpin() == 0.0
         await bench.until(bench.controller.until_confirmed(1))
 
-    run(tmp_path, body, ServerInterrupts("drain"))
+    run(tmp_path, body, InterruptPolicy("drain"))
 
 
 def test_unpin_ends_evaluations_that_still_run(tmp_path: Path) -> None:

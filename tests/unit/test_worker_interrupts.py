@@ -17,7 +17,7 @@ from engine_harness import make_engine, tiny_model
 from rollout_fakes import CharTokenizer, FakeController, assignment, config
 
 from slipstream.engines.embedded.engine import EmbeddedEngine
-from slipstream.engines.embedded.interrupts import InterruptPolicy
+from slipstream.engines.interrupts import InterruptPolicy
 from slipstream.launch import engine_socket
 from slipstream.launch.framing import private_directory
 from slipstream.protocols import EnvironmentReply, Message

@@ -113,9 +113,9 @@ def make_client(url: str, timeout_s: float, num_retries: int = NUM_RETRIES) -> o
 
 async def find_model(url: str, wanted: str | None) -> str:
     """The name by which the server knows its model: `wanted`, or the only one that it lists. ConfigError where there is no such."""
+    if wanted is not None:
+        return wanted  # the first request tells
     async with make_client(url, CONTROL_S, num_retries=1) as server:
-        if wanted is not None:
-            return wanted  # the first request tells
         try:
             names = [model.id async for model in server.models.list()]
         except openai.OpenAIError as error:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from slipstream.config.frozen_models import stage_models, trainer_teacher
 from slipstream.config.settings import MAX_ENGINES, Config
 from slipstream.engines.embedded.engine import EmbeddedEngine
-from slipstream.engines.embedded.interrupts import InterruptPolicy
+from slipstream.engines.interrupts import InterruptPolicy
 from slipstream.launch.assemble_worker import context_limit
 from slipstream.launch.context import RunContext
 from slipstream.logprobs.loading import load_frozen_model, load_stage

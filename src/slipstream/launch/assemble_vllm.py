@@ -13,11 +13,11 @@ from typing import Any
 from slipstream.beside import beside
 from slipstream.config.settings import Config
 from slipstream.deadlines import LOAD_S
+from slipstream.engines.interrupts import InterruptPolicy
 from slipstream.engines.vllm.attach import ATTACH_S, MODEL_KEYS, Needs, attach
 from slipstream.engines.vllm.client import Client
 from slipstream.engines.vllm.engine import VllmEngine
 from slipstream.engines.vllm.environment import find_environment
-from slipstream.engines.vllm.interrupts import ServerInterrupts
 from slipstream.engines.vllm.loop import run_vllm_engine
 from slipstream.engines.vllm.server import MODEL, Server, ServerSpec
 from slipstream.engines.vllm.weights import ServerWeights
@@ -63,7 +63,7 @@ async def run_vllm_role(child: Child, context: RunContext, controller: Controlle
             max_context=max_context,
             vocab_size=info.vocab_size,
             decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
-            policy=ServerInterrupts.of(config.rollout),
+            policy=InterruptPolicy.of(config.rollout),
         )
         frames = await serve(engine, socket_path(child.spec.socket_folder, engine_id), engine.wake.set)
         held.push_async_callback(frames.close)

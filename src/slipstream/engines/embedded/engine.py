@@ -12,10 +12,10 @@ from functools import partial
 
 from transformers import PreTrainedModel
 
-from slipstream.engines.embedded.interrupts import CONTINUE, InterruptPolicy
 from slipstream.engines.embedded.sequence import Sequence
 from slipstream.engines.embedded.stream import MIN_ROWS, Admitted, Stream
 from slipstream.engines.embedded.versions import Version
+from slipstream.engines.interrupts import CONTINUE, InterruptPolicy
 from slipstream.engines.requests import Decode, check_request
 from slipstream.errors import ModelError
 from slipstream.models.attention import attach

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from slipstream.engines.interrupts import CONTINUE, InterruptPolicy
 from slipstream.engines.requests import Decode, StopStrings, check_request, make_stops
 from slipstream.engines.vllm.client import Transient
-from slipstream.engines.vllm.interrupts import ServerInterrupts
 from slipstream.engines.vllm.labels import Version, label_of, version_of
 from slipstream.errors import RunFailed, WeightSyncError
 from slipstream.types import Frame, GenerateRequest, Purpose, RequestKey, StopReason
@@ -77,7 +77,7 @@ class VllmEngine:
         max_context: int,
         vocab_size: int,
         decode: Decode | None = None,
-        policy: ServerInterrupts | None = None,
+        policy: InterruptPolicy = CONTINUE,
     ):
         self.engine_id, self.slots = engine_id, slots
         self.version: Version = (0, -1)  # -1: no weights yet
@@ -86,7 +86,7 @@ class VllmEngine:
         self.failed: BaseException | None = None
         self._server, self._model, self._decode = server, model, decode
         self._max_context, self._vocab_size = max_context, vocab_size
-        self.policy = policy or ServerInterrupts()
+        self.policy = policy
         self._incoming: tuple[Version, str] | None = None  # an update is under way
         self._steady = asyncio.Event()  # none is
         self._steady.set()

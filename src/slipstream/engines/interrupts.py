@@ -1,4 +1,4 @@
-"""What new weights do to the sequences that run: `rollout.interrupt`, `rollout.kv` and `rollout.interrupt_after` as the engine sees them.
+"""What new weights do to the sequences that run: `rollout.interrupt`, `rollout.kv` and `rollout.interrupt_after` as an engine sees them.
 
     in_flight      they go on, over the keys and values they have or over ones made again by the new weights
     abort_resume   they end with INTERRUPT; the worker sends their tokens again, with their saved keys and values where those are kept
@@ -6,7 +6,8 @@
     drain          they end by themselves first; nothing that waits starts before the new weights are in
     barrier        the controller hands weights over only while nothing runs: nothing is left to do here
 
-Sequences that wait are never touched, and neither are those on a pinned version.
+Sequences that wait are never touched, and neither are those on a pinned version. A server is paused in each case, so that no step is made
+half before and half after an update; one that left it is sent again as tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from slipstream.config.settings import RolloutSettings
 
 @dataclass(frozen=True, slots=True)
 class InterruptPolicy:
-    """The rule that `EmbeddedEngine.set_version` follows; by default in_flight with keys and values kept."""
+    """The rule that an engine follows when it adopts weights; by default in_flight with keys and values kept."""
 
     interrupt: str = "in_flight"
     kv: str = "keep"
