@@ -18,8 +18,8 @@ steps in a turn, since its steps overlap and one alone may take more or less tha
 many as fill the pipeline (max_staleness + 1). A figure is samples, or new tokens, over seconds of a turn; a ratio the median of the rounds'
 ratios. Completions end where they end, so the sides' mean lengths differ by chance, and the ratio of new tokens per second stands beside
 that of samples. The bound is what computing each prompt once can give (`sharing_bounds.py`): what goes beyond it comes from elsewhere, no
-padding and less overhead. The short form, the first case alone, takes about 5 minutes; the long form about 55, two thirds of them TRL's,
-and 16 GB of memory.
+padding and less overhead. There are three rounds, of the last case two, since one of them takes ten minutes. The short form, the first case
+alone, takes about 5 minutes; the long form about 40, two thirds of them TRL's, and 16 GB of memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from turns import Program, Turn
 HERE = Path(__file__).parent
 OUT = HERE / "out" / "vs_trl_sync"
 GROUPS, GROUP_SIZE, THREADS, LEARNING_RATE = 4, 8, 2, 2e-5
-ROUNDS = 3
 PASS_TOKENS = 2560  # of one forward and backward pass at most, on every side
 STEP_DEADLINE_S = 1500.0  # the first one holds the start, too
 MANY = 10_000  # steps: the programs are ended, they do not end
@@ -63,12 +62,13 @@ class Case:
     endless: bool  # every completion has `new_tokens` tokens
     turn_steps: int  # in the long form, of those whose steps do not overlap
     wanted: float  # times TRL's samples per second
+    rounds: int = 3  # turns that each side has
 
 
 CASES = (
     Case("short", "24 new tokens", 24, 0, False, 2, 3.0),
     Case("examples", "24 new tokens, long prompt", 24, 7, False, 1, 3.0),
-    Case("long", "256 new tokens", 256, 0, True, 1, 1.7),
+    Case("long", "256 new tokens", 256, 0, True, 1, 1.7, rounds=2),
 )
 SIDES = ("trl", "sync", "async")
 MAX_STALENESS = {"sync": 0, "async": 1}
@@ -85,14 +85,14 @@ def main() -> None:
         folder = OUT / case.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        results[case.name] = measure(case, folder, python, options.rounds, 1 if options.short else case.turn_steps)
+        results[case.name] = measure(case, folder, python, options.rounds or case.rounds, 1 if options.short else case.turn_steps)
     tell(report, cases, results)
     report.finish(options.json)
 
 
 def _options(parser: Any) -> None:
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="only these")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="turns that each side has")
+    parser.add_argument("--rounds", type=int, help="turns that each side has (default: 3, of the last case 2)")
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------------------
