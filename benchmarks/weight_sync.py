@@ -54,7 +54,7 @@ BOUND = {  # the parts that a whole sync cannot do without
     "files": ("write", "read"),
     "collective": ("memcpy", "loopback", "memcpy"),
 }
-DELTA = ("shared memory", "files")  # transports of payload `delta`
+DELTA = ("shared memory", "files", "collective")  # transports of payload `delta`
 BUCKET_BYTES = WeightSyncSettings().bucket_mib << 20
 TICKS = 3  # of decoding between two syncs
 SHARE_WANTED = 0.7

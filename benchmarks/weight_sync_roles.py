@@ -32,7 +32,8 @@ from slipstream.protocols import WeightsOffer
 from slipstream.trainer.loop import Publisher as PublisherAPI
 from slipstream.types import Frame, GenerateRequest, Purpose, Sampling, StepReport
 from slipstream.weight_sync.collective import CollectivePublisher, CollectiveWeights
-from slipstream.weight_sync.delta import DeltaPublisher, DeltaWeights, part_of
+from slipstream.weight_sync.delta import DeltaPublisher, memory_delta_weights
+from slipstream.weight_sync.delta_collective import CollectiveDeltaWeights
 from slipstream.weight_sync.delta_files import FileDeltaPublisher, file_delta_weights
 from slipstream.weight_sync.files import FilePublisher, FileWeights
 from slipstream.weight_sync.shared_memory import MemoryPublisher, MemoryWeights
@@ -82,11 +83,12 @@ class Transport:
     weights: Callable[[EmbeddedEngine, Child], Callable[[WeightsOffer], str]]
 
 
-def delta_weights(engine: EmbeddedEngine, child: Child) -> DeltaWeights:
-    def read(offer: WeightsOffer, number: int) -> np.ndarray:
-        return part_of(child.slots[offer.slot].map(), offer.manifest, number)
+def collective_publisher(model: PreTrainedModel, child: Child, packer: type[MemoryPublisher | DeltaPublisher]) -> CollectivePublisher:
+    return CollectivePublisher(model, child.spec.socket_folder, NUM_SLOTS, model.dtype, packer=packer, bucket_bytes=BUCKET_BYTES)
 
-    return DeltaWeights(engine.model, MemoryWeights(engine.model, child.slots), read)
+
+def collective_weights(engine: EmbeddedEngine, child: Child) -> CollectiveWeights:
+    return CollectiveWeights(engine.model, child.spec.socket_folder, child.spec.role, bucket_bytes=BUCKET_BYTES)
 
 
 WAYS = {  # transport, payload
@@ -96,15 +98,19 @@ WAYS = {  # transport, payload
     ),
     ("shared memory", "delta"): Transport(
         lambda model, child: DeltaPublisher(model, child.slots, model.dtype),
-        delta_weights,
+        lambda engine, child: memory_delta_weights(engine.model, child.slots),
     ),
     ("files", "delta"): Transport(
         lambda model, child: FileDeltaPublisher(model, weight_directory(child.spec.run_folder), NUM_SLOTS, model.dtype),
         lambda engine, child: file_delta_weights(engine.model, weight_directory(child.spec.run_folder)),
     ),
     ("collective", "full"): Transport(
-        lambda model, child: CollectivePublisher(model, child.spec.socket_folder, NUM_SLOTS, model.dtype, bucket_bytes=BUCKET_BYTES),
-        lambda engine, child: CollectiveWeights(engine.model, child.spec.socket_folder, child.spec.role, bucket_bytes=BUCKET_BYTES),
+        lambda model, child: collective_publisher(model, child, MemoryPublisher),
+        collective_weights,
+    ),
+    ("collective", "delta"): Transport(
+        lambda model, child: collective_publisher(model, child, DeltaPublisher),
+        lambda engine, child: CollectiveDeltaWeights(engine.model, collective_weights(engine, child)),
     ),
     ("files", "full"): Transport(
         lambda model, child: FilePublisher(model, weight_directory(child.spec.run_folder), NUM_SLOTS, model.dtype),
@@ -200,8 +206,7 @@ async def run_engine_role(child: Child, controller: RemoteController, case: Case
         if not engine.has_work():
             decode()
 
-    fetch = apply.fetch if isinstance(apply, CollectiveWeights) else None
-    await run_engine(engine, controller, load_weights, send_frame, wake, child.progress, fetch)
+    await run_engine(engine, controller, load_weights, send_frame, wake, child.progress, getattr(apply, "fetch", None))
 
 
 def decode_request(sample: int, new_tokens: int) -> GenerateRequest:

@@ -1,14 +1,11 @@
-"""Whole runs that send what changed: bit for bit the run that sends whole weights, over files; and a process per role."""
+"""Whole runs that send what changed: bit for bit the run that sends whole weights, over files; and over messages, between processes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from run_harness import Tables, deterministic, run, run_file, step_lines, tables, told
-
-from slipstream import train
-from slipstream.config.load import load_config
+from run_harness import Tables, deterministic, run, step_lines, tables, told
 
 SPARSE: Tables = {"model": {"dtype": "bfloat16"}, "trainer": {"steps": 4, "learning_rate": 1e-5}}
 
@@ -31,8 +28,8 @@ def test_a_deterministic_run_is_the_same_run_with_either_payload(tmp_path: Path)
 
 
 def test_processes_sample_with_the_weights_that_were_published(tmp_path: Path) -> None:
-    settings = tables(tmp_path / "run", launch="local", buffer={"max_staleness": 0}, weight_sync={"payload": "delta"}, **SPARSE)
-    train(load_config([run_file(tmp_path, settings)]))
+    sync = {"payload": "delta", "transport": "collective"}
+    run(tables(tmp_path / "run", launch="local", buffer={"max_staleness": 0}, weight_sync=sync, **SPARSE))
     story = told(tmp_path / "run")
     assert story.account.counts == {"trained": 8} and len(set(story.versions.values())) == 5
     check_lines(step_lines(tmp_path / "run"))

@@ -69,7 +69,6 @@ def make(**tables: Any) -> Config:
         ({"engine": {"type": "vllm"}, "rollout": {"top_k": 5}}, ("top_k = 5", "vocabulary", "does not tell")),
         ({"engine": {"type": "vllm"}, "rollout": {"min_p": 0.1}}, ("min_p = 0.1", "does not tell")),
         ({"engine": {"type": "vllm"}, "rollout": {"keep_routing": True}}, ("keep_routing = true", "routes by itself")),
-        ({"weight_sync": {"transport": "collective", "payload": "delta"}}, ('payload = "delta"', "whole blocks", '"files"')),
         ({"engine": {"type": "vllm"}, "weight_sync": {"transport": "collective"}}, ('"collective"', "memory or files", '"shared_memory"')),
         (
             {"engine": {"type": "vllm"}, "weight_sync": {"payload": "delta"}},

@@ -18,16 +18,19 @@ from test_weight_sync_packing import Toy, engine
 from slipstream.errors import WeightSyncError
 from slipstream.protocols import Manifest, WeightsOffer
 from slipstream.types import Purpose, decode, encode
-from slipstream.weight_sync.delta import PAGE, DeltaPublisher, DeltaWeights, first_delta, part_of, refused_by
+from slipstream.weight_sync.collective import CollectivePublisher, CollectiveWeights, close_transport
+from slipstream.weight_sync.delta import PAGE, DeltaPublisher, DeltaWeights, first_delta, memory_delta_weights, place_of, refused_by
+from slipstream.weight_sync.delta_collective import CollectiveDeltaWeights
 from slipstream.weight_sync.delta_files import FileDeltaPublisher, file_delta_weights
 from slipstream.weight_sync.memory import MemoryFile
 from slipstream.weight_sync.packing import checksum
-from slipstream.weight_sync.shared_memory import MemoryPublisher, MemoryWeights
+from slipstream.weight_sync.shared_memory import MemoryPublisher
 from slipstream.weight_sync.slots import SlotBroker, slots_for
 from slipstream.weight_sync.weight_directory import WeightDirectory
 
 Tensors = dict[str, torch.Tensor]
-TRANSPORTS = ("shared_memory", "files")
+TRANSPORTS = ("shared_memory", "files", "collective")
+BUCKET_BYTES = 4096
 NUM_SLOTS = slots_for(3)
 
 
@@ -36,12 +39,19 @@ class World:
 
     def __init__(self, trainer, transport: str, folder: Path, dtype: torch.dtype | None = None):
         self.trainer, self.dtype, self.version, self.broker = trainer, dtype, -1, SlotBroker(NUM_SLOTS)
-        self.slots = [MemoryFile.create(f"slot-{i}") for i in range(NUM_SLOTS)]
+        self.slots: list[MemoryFile] = []
         self.directory = WeightDirectory(folder / "weights", "run-a") if transport == "files" else None
+        self.sockets = str(folder) if transport == "collective" else None
         if self.directory is not None:
             self.directory.prepare()
             self.publisher = FileDeltaPublisher(trainer, self.directory, NUM_SLOTS, dtype)
+        elif self.sockets is not None:
+            self.publisher = CollectivePublisher(
+                trainer, self.sockets, NUM_SLOTS, dtype, packer=DeltaPublisher, bucket_bytes=BUCKET_BYTES, deadline_s=60.0
+            )
+            self.slots = self.publisher._slots
         else:
+            self.slots = [MemoryFile.create(f"slot-{i}") for i in range(NUM_SLOTS)]
             self.publisher = DeltaPublisher(trainer, self.slots, dtype)
         self.engines: dict[str, tuple[object, DeltaWeights]] = {}
         self.held: dict[str, int] = {}
@@ -60,16 +70,21 @@ class World:
 
     def join(self, name: str, model) -> None:
         """A new engine, or an old one that starts anew."""
-        self.broker.drop_engine(name)
+        self.leave(name)
+        self.engines[name], self.held[name] = (model, self._weights(name, model)), -1
+
+    def _weights(self, name: str, model) -> DeltaWeights:
         if self.directory is not None:
-            weights = file_delta_weights(model, self.directory)
-        else:
-            weights = DeltaWeights(model, MemoryWeights(model, self.slots), self._read)
-        self.engines[name], self.held[name] = (model, weights), -1
+            return file_delta_weights(model, self.directory)
+        if self.sockets is not None:
+            whole = CollectiveWeights(model, self.sockets, name, bucket_bytes=BUCKET_BYTES, deadline_s=60.0)
+            return CollectiveDeltaWeights(model, whole)
+        return memory_delta_weights(model, self.slots)
 
     def leave(self, name: str) -> None:
         self.broker.drop_engine(name)
-        self.engines.pop(name, None)
+        if name in self.engines:
+            close_transport(self.engines.pop(name)[1])
 
     def lease(self, name: str) -> WeightsOffer | None:
         return self.broker.lease(name, 1, self.held[name])
@@ -86,10 +101,10 @@ class World:
             self.adopt(name, offer)
         return self.engines[name][1]
 
-    def _read(self, offer: WeightsOffer, number: int) -> np.ndarray:
-        return part_of(self.slots[offer.slot].map(), offer.manifest, number)
-
     def close(self) -> None:
+        for name in list(self.engines):
+            self.leave(name)
+        close_transport(self.publisher)
         for slot in self.slots:
             slot.close()
 
@@ -302,17 +317,18 @@ def flip(data: np.ndarray, at: int) -> None:
 
 
 def sync_damaged(world: World, damage: Callable[[np.ndarray], None]) -> DeltaWeights:
-    """The engine takes an offer of shared memory whose newest part was damaged."""
+    """The engine takes an offer whose newest part was damaged in its slot."""
     offer = world.lease("e")
     assert offer is not None
-    damage(part_of(world.slots[offer.slot].map(writable=True), offer.manifest, len(offer.manifest.deltas) - 1))
+    damage(world.slots[offer.slot].map(writable=True)[place_of(offer.manifest, len(offer.manifest.deltas) - 1)])
     world.adopt("e", offer)
     return world.engines["e"][1]
 
 
-def test_a_flipped_byte_is_refused_before_anything_is_touched_and_whole_weights_repair_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("transport", ["shared_memory", "collective"])
+def test_a_flipped_byte_is_refused_before_anything_is_touched_and_whole_weights_repair_it(transport, tmp_path, monkeypatch):
     trainer = large()
-    world = World(trainer, "shared_memory", tmp_path)
+    world = World(trainer, transport, tmp_path)
     world.join("e", model := large(1))
     world.publish()
     weights = world.sync("e")
@@ -405,3 +421,30 @@ def test_whole_files_are_written_now_and_then_and_files_go_when_no_slot_needs_th
     assert 5 <= len(wholes) <= 15, "one for every few versions"
     world.directory.clear()
     assert list(world.directory.path.iterdir()) == []
+
+
+# ---- messages
+
+
+def test_only_what_changed_is_asked_for_and_it_is_here_before_it_is_applied(tmp_path, monkeypatch):
+    trainer = large()
+    world = World(trainer, "collective", tmp_path)
+    world.join("e", model := large(1))
+    weights = world.engines["e"][1]
+    assert isinstance(weights, CollectiveDeltaWeights)
+    asked, receive = [], weights._collective.receive
+    monkeypatch.setattr(weights._collective, "receive", lambda offer, *place: (asked.append(place), receive(offer, *place))[1])
+    first = world.publish()
+    world.sync("e")
+    for i in range(2):
+        trainer["b"][i] += 1
+        newest = world.publish()
+    trainer["b"][:9] += 1  # not published
+    offer, before = world.lease("e"), checksum(model)
+    assert offer is not None
+    weights.fetch(offer)
+    assert asked == [(0, first.total_bytes), (first.total_bytes, sum(delta.num_bytes for delta in newest.deltas))]
+    assert checksum(model) == before
+    world.adopt("e", offer)
+    assert len(asked) == 2
+    world.close()

@@ -232,12 +232,6 @@ def _transport(config: Config) -> Iterator[Conflict]:
             f'directory = "{sync.directory}" with transport = "{sync.transport}", which writes no files; use transport = "files" or leave '
             "directory out",
         )
-    if sync.transport == "collective" and sync.payload == "delta":
-        yield Conflict(
-            ("weight_sync.payload", "weight_sync.transport"),
-            'payload = "delta" with transport = "collective", which sends whole blocks; use "shared_memory" or "files", or leave '
-            "payload out",
-        )
 
 
 def _files(config: Config, base_folder: Path) -> Iterator[Conflict]:

@@ -31,7 +31,8 @@ from slipstream.trainer.loop import Publisher
 from slipstream.trainer.probe import ProbedPublisher
 from slipstream.trainer.trainer import Trainer
 from slipstream.weight_sync.collective import CollectivePublisher, CollectiveWeights
-from slipstream.weight_sync.delta import DeltaPublisher, DeltaWeights, part_of
+from slipstream.weight_sync.delta import DeltaPublisher, memory_delta_weights
+from slipstream.weight_sync.delta_collective import CollectiveDeltaWeights
 from slipstream.weight_sync.delta_files import FileDeltaPublisher, file_delta_weights
 from slipstream.weight_sync.files import FilePublisher, FileWeights
 from slipstream.weight_sync.memory import MemoryFile
@@ -65,12 +66,12 @@ def _publisher(context: RunContext, model: PreTrainedModel, adapter: Adapter | N
     if context.weights is not None:
         files = FileDeltaPublisher if config.payload == "delta" else FilePublisher
         return files(source, context.weights, num_weight_slots(config), dtype)
+    packer = DeltaPublisher if config.payload == "delta" else MemoryPublisher
     if config.weight_sync.transport == "collective":
         num_slots = max(num_weight_slots(config), slots_for(MAX_ENGINES))  # engines may be added
-        return CollectivePublisher(source, context.sockets, num_slots, dtype, bucket_bytes=config.weight_sync.bucket_mib << 20)
-    if config.payload == "delta":
-        return DeltaPublisher(source, slots, dtype)
-    return MemoryPublisher(source, list(slots), dtype)
+        bucket_bytes = config.weight_sync.bucket_mib << 20
+        return CollectivePublisher(source, context.sockets, num_slots, dtype, packer=packer, bucket_bytes=bucket_bytes)
+    return packer(source, slots, dtype)
 
 
 def build_weights(context: RunContext, engine: EmbeddedEngine, slots: Sequence[MemoryFile]) -> Callable[[WeightsOffer], str]:
@@ -80,11 +81,9 @@ def build_weights(context: RunContext, engine: EmbeddedEngine, slots: Sequence[M
         return file_delta_weights(engine.weights, context.weights) if delta else FileWeights(engine.weights, context.weights)
     if context.config.weight_sync.transport == "collective":
         bucket_bytes = context.config.weight_sync.bucket_mib << 20
-        return CollectiveWeights(engine.weights, context.sockets, engine.engine_id, bucket_bytes=bucket_bytes)
-    whole = MemoryWeights(engine.weights, slots)
-    if not delta:
-        return whole
-    return DeltaWeights(engine.weights, whole, lambda offer, number: part_of(slots[offer.slot].map(), offer.manifest, number))
+        whole = CollectiveWeights(engine.weights, context.sockets, engine.engine_id, bucket_bytes=bucket_bytes)
+        return CollectiveDeltaWeights(engine.weights, whole) if delta else whole
+    return memory_delta_weights(engine.weights, slots) if delta else MemoryWeights(engine.weights, slots)
 
 
 def build_logprobs(config: Config) -> LogprobStage | None:

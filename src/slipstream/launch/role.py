@@ -68,13 +68,12 @@ async def _run_embedded(child: Child, context: RunContext, controller: RemoteCon
     from slipstream.engines.embedded.loop import run_engine
     from slipstream.launch.assemble import build_engine, build_weights
     from slipstream.launch.engine_socket import serve, socket_path
-    from slipstream.weight_sync.collective import CollectiveWeights
 
     engine = build_engine(context.config, child.spec.role)
     wake = asyncio.Event()
     server = await serve(engine, socket_path(child.spec.socket_folder, engine.engine_id), wake.set)
     weights = build_weights(context, engine, child.slots)
-    fetch = weights.fetch if isinstance(weights, CollectiveWeights) else None
+    fetch = getattr(weights, "fetch", None)  # of a transport that has to bring them here first
     await run_engine(engine, controller, weights, server.send_frame, wake, child.progress, fetch)
 
 

@@ -33,6 +33,7 @@ import xxhash
 from slipstream.deadlines import WEIGHTS_S
 from slipstream.errors import PeerLost, SlipstreamError, WeightSyncError
 from slipstream.protocols import Manifest, WeightsOffer
+from slipstream.weight_sync.delta import DeltaPublisher
 from slipstream.weight_sync.line import Line, socket_in
 from slipstream.weight_sync.memory import MemoryFile
 from slipstream.weight_sync.packing import Source, WeightSet, name_of, named_tensors
@@ -50,11 +51,13 @@ class _Hello(msgspec.Struct, frozen=True):
 
 
 class _Ask(msgspec.Struct, frozen=True):
-    """What the engine has leased."""
+    """Bytes of the slot that the engine has leased: those of the whole weights, or some that lie behind them (`delta.py`)."""
 
     slot: int
     incarnation: int
     version: int
+    start: int
+    num_bytes: int
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -68,6 +71,7 @@ class CollectivePublisher:
     """The trainer's side: packs into slots of its own memory, and sends one to each engine that asks for it, a thread per engine.
 
     `folder` is a private directory; engines find this side in it. `num_slots` are the broker's; each takes memory once it is used.
+    `packer` fills them: with whole weights, or with what changed besides.
     """
 
     def __init__(
@@ -77,13 +81,14 @@ class CollectivePublisher:
         num_slots: int,
         dtype: torch.dtype | None = None,
         *,
+        packer: type[MemoryPublisher | DeltaPublisher] = MemoryPublisher,
         bucket_bytes: int,
         deadline_s: float = WEIGHTS_S,
     ):
         self._slots = [MemoryFile.create(f"staging-{i}") for i in range(num_slots)]  # nobody else has their descriptors
-        self._publisher = MemoryPublisher(source, self._slots, dtype)
+        self._packer = packer(source, self._slots, dtype)
         self._device, self._bucket_bytes, self._deadline_s = _device(source), bucket_bytes, deadline_s
-        self._whole: dict[int, Manifest] = {}  # slot -> the weights that lie in it, whole
+        self._whole: dict[int, Manifest] = {}  # slot -> what lies in it, whole
         self._engines: dict[threading.Thread, Line] = {}
         self._closed = False
         self._listener = socket.socket(socket.AF_UNIX)
@@ -98,7 +103,7 @@ class CollectivePublisher:
         Raises MemoryNeedError where the slot's memory cannot be had (first use of a slot).
         """
         self._whole.pop(slot, None)
-        manifest = self._whole[slot] = self._publisher.pack(slot, incarnation, version)
+        manifest = self._whole[slot] = self._packer.pack(slot, incarnation, version)
         return manifest
 
     def close(self) -> None:
@@ -150,22 +155,22 @@ class CollectivePublisher:
         group = PairGroup(TRAINER, hello.store, self._device if on_gpus else CPU, line.peer, self._deadline_s)
         try:
             while ask := line.hear(_Ask, None):  # an engine that asks for nothing owes nothing
-                block = self._slots[ask.slot].map(writable=True)[: self._held(ask).total_bytes]
+                self._check_held(ask)
+                block = self._slots[ask.slot].map(writable=True)[ask.start : ask.start + ask.num_bytes]
                 line.say(_Answer())
                 group.send(self._while_held(ask, block))
         finally:
             group.close()
 
-    def _held(self, ask: _Ask) -> Manifest:
-        """What lies in the slot. WeightSyncError where it is not what is asked for: the lease of an engine that was given up has ended."""
+    def _check_held(self, ask: _Ask) -> None:
+        """WeightSyncError where another version lies in the slot: the lease of an engine that was given up has ended."""
         manifest = self._whole.get(ask.slot)
         if manifest is None or (manifest.incarnation, manifest.version) != (ask.incarnation, ask.version):
             raise WeightSyncError(f"weights {ask.incarnation}.{ask.version} are not in slot {ask.slot} any more: their lease has ended")
-        return manifest
 
     def _while_held(self, ask: _Ask, block: np.ndarray) -> Iterator[np.ndarray]:
         for part in buckets(block, self._bucket_bytes):
-            self._held(ask)
+            self._check_held(ask)
             yield part
 
 
@@ -178,33 +183,42 @@ class CollectiveWeights:
         self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
         self._connection: tuple[Line, PairGroup] | None = None
         self._block = MemoryFile.create("received")
-        self._arrived = ""  # checksum of what the block holds, whole and proved
+        self._arrived = ""  # checksum of the whole weights that the block holds, proved
 
     def fetch(self, offer: WeightsOffer) -> None:
-        """Receive the offer's bytes and prove them. The model is not touched.
+        """Receive the offer's whole weights and prove them. The model is not touched.
 
-        Raises WeightSyncError for a manifest that does not fit the model and for bytes that do not hash to its checksum; DeadlineExceeded
-        where they do not come in time, PeerLost where they will not come, with the trainer's own word where it gave one.
+        Raises WeightSyncError for a manifest that does not fit the model and for bytes that do not hash to its checksum, and what `receive`
+        raises.
         """
-        manifest, self._arrived = offer.manifest, ""
+        manifest = offer.manifest
         self._weights.check(manifest)
-        self._block.resize(manifest.total_bytes)
-        hasher = xxhash.xxh3_128()
+        _, checksum = self.receive(offer, 0, manifest.total_bytes)
+        if checksum != manifest.checksum:
+            raise WeightSyncError(
+                f"weights {name_of(manifest)}: what arrived hashes to {checksum}, the trainer packed {manifest.checksum}; "
+                "they were damaged on their way, and the engine keeps those it has"
+            )
+        self._arrived = checksum
+
+    def receive(self, offer: WeightsOffer, start: int, num_bytes: int) -> tuple[np.ndarray, str]:
+        """Bytes of the slot that is offered, uint8[num_bytes], and their hash. They lie in the block, until others are received.
+
+        Raises DeadlineExceeded where they do not come in time, PeerLost where they will not come, with the trainer's own word where it
+        gave one.
+        """
+        manifest, self._arrived, hasher = offer.manifest, "", xxhash.xxh3_128()
+        self._block.resize(num_bytes)
+        block = self._block.map(writable=True)[:num_bytes]
         try:
             line, group = self._connection or self._connect()
-            line.say(_Ask(offer.slot, manifest.incarnation, manifest.version))
+            line.say(_Ask(offer.slot, manifest.incarnation, manifest.version, start, num_bytes))
             _answer(line, self._deadline_s)
-            block = self._block.map(writable=True)[: manifest.total_bytes]
             self._receive(line, group, block, hasher)
         except SlipstreamError as error:
             self._disconnect()
             raise type(error)(f"weights {name_of(manifest)} have not arrived: {error}") from error
-        if hasher.hexdigest() != manifest.checksum:
-            raise WeightSyncError(
-                f"weights {name_of(manifest)}: what arrived hashes to {hasher.hexdigest()}, the trainer packed {manifest.checksum}; "
-                "they were damaged on their way, and the engine keeps those it has"
-            )
-        self._arrived = manifest.checksum
+        return block, hasher.hexdigest()
 
     def __call__(self, offer: WeightsOffer) -> str:
         """The checksum of the engine's own copy; fetches first what is not here yet. Raises what `fetch` and `WeightSet.apply` raise."""
@@ -247,8 +261,8 @@ class CollectiveWeights:
 def close_transport(*ends: object) -> None:
     """End the threads and connections of a transport that has some."""
     for end in ends:
-        if isinstance(end, CollectivePublisher | CollectiveWeights):
-            end.close()
+        if (close := getattr(end, "close", None)) is not None:
+            close()
 
 
 def _answer(line: Line, deadline_s: float) -> _Answer:

@@ -18,8 +18,8 @@ versions are kept while all of them together are a quarter of the whole block (`
 that block. `weight_sync.every` and checkpoints of versions that are not published make parts as well; chains lead through them.
 
 *Memory.* The trainer compares with the slot that it packed last, where it lies: no further copy of the weights. Slots grow by their parts.
-The engine writes over its own weights and holds nothing besides. What moves the bytes does not matter here: `part_of` says where a part
-lies in a slot.
+The engine writes over its own weights and holds nothing besides. What moves the bytes does not matter here: `place_of` says where parts
+lie in a slot.
 
 Format of a part, for pages of at most 65,536 elements, which never cross a tensor, in the block's order:
 
@@ -32,7 +32,7 @@ large as the block.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from slipstream.tensors import dtype_of
 from slipstream.weight_sync.hashed_copy import Hasher
 from slipstream.weight_sync.memory import MemoryFile
 from slipstream.weight_sync.packing import Source, WeightLayout, WeightSet, name_of, named_tensors, packed_bytes, with_ends
+from slipstream.weight_sync.shared_memory import MemoryWeights
 
 PAGE = 1 << 16  # elements: a position within one fits into 16 bits
 HISTORY = 4  # parts of earlier versions are kept up to a fourth of the whole block
@@ -143,12 +144,12 @@ class Changes:
 
 
 class DeltaWeights:
-    """The engine's side. `whole` applies an offer's whole weights; `read` gives the bytes of one of its parts, by number.
+    """The engine's side. `whole` applies an offer's whole weights; `read` gives the bytes of its parts, one by one, from this number on.
 
     The model is in no other hands: what was hashed when weights were applied is what it holds.
     """
 
-    def __init__(self, model: Source, whole: Callable[[WeightsOffer], str], read: Callable[[WeightsOffer, int], np.ndarray]):
+    def __init__(self, model: Source, whole: Callable[[WeightsOffer], str], read: Callable[[WeightsOffer, int], Iterable[np.ndarray]]):
         self._weights, self._whole, self._read = WeightSet(model), whole, read
         self._held = ""  # checksum of what the model holds, computed over it; "" for nothing known
         self.refused = ""  # why the last offer's parts were not used, where they should have been
@@ -178,7 +179,7 @@ class DeltaWeights:
         return self._lead_on(manifest, parts) if parts else checksum
 
     def _parts(self, offer: WeightsOffer, first: int) -> list[Part]:
-        return [Part(self._read(offer, number), offer.manifest, number) for number in range(first, len(offer.manifest.deltas))]
+        return [Part(data, offer.manifest, number) for number, data in enumerate(self._read(offer, first), first)]
 
     def _lead_on(self, manifest: Manifest, parts: list[Part]) -> str:
         """Write the parts over the model, hash it whole. WeightSyncError where they do not lead to the published weights."""
@@ -234,10 +235,27 @@ def first_delta(manifest: Manifest, held: str) -> int | None:
     return numbers[-1]
 
 
-def part_of(block: np.ndarray, manifest: Manifest, number: int) -> np.ndarray:
-    """The bytes of a part, uint8[n], in a slot that holds all."""
-    start = manifest.total_bytes + sum(delta.num_bytes for delta in manifest.deltas[:number])
-    return block[start : start + manifest.deltas[number].num_bytes]
+def place_of(manifest: Manifest, first: int) -> slice:
+    """Where the parts lie, from this one to the last, in a slot that holds all."""
+    sizes = [delta.num_bytes for delta in manifest.deltas]
+    return slice(manifest.total_bytes + sum(sizes[:first]), manifest.total_bytes + sum(sizes))
+
+
+def split(data: np.ndarray, manifest: Manifest, first: int) -> Iterator[np.ndarray]:
+    """Those parts, uint8[n] each, out of the bytes that lie there."""
+    at = 0
+    for delta in manifest.deltas[first:]:
+        yield data[at : at + delta.num_bytes]
+        at += delta.num_bytes
+
+
+def memory_delta_weights(model: Source, slots: Sequence[MemoryFile]) -> DeltaWeights:
+    """The engine's side over shared memory."""
+
+    def read(offer: WeightsOffer, first: int) -> Iterator[np.ndarray]:
+        return split(slots[offer.slot].map()[place_of(offer.manifest, first)], offer.manifest, first)
+
+    return DeltaWeights(model, MemoryWeights(model, slots), read)
 
 
 def refused_by(load_weights: Callable[[WeightsOffer], str]) -> str:

@@ -13,6 +13,7 @@ in the directory while a slot's version needs it.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ import torch
 from slipstream.errors import RunFolderError, WeightSyncError
 from slipstream.protocols import Manifest, ManifestEntry, WeightsOffer, WholeWeights
 from slipstream.tensors import dtype_of
-from slipstream.weight_sync.delta import DeltaPublisher, DeltaWeights, part_of
+from slipstream.weight_sync.delta import DeltaPublisher, DeltaWeights, place_of
 from slipstream.weight_sync.files import FilePublisher, FileWeights
 from slipstream.weight_sync.memory import MemoryFile
 from slipstream.weight_sync.packing import Source, WeightLayout, name_of
@@ -63,7 +64,7 @@ class FileDeltaPublisher:
         return _tensors(self._block.map(writable=True), self.layout)
 
     def _write_part(self, manifest: Manifest) -> None:
-        data = part_of(self._block.map(writable=True), manifest, len(manifest.deltas) - 1)
+        data = self._block.map(writable=True)[place_of(manifest, len(manifest.deltas) - 1)]
         path, temporary = self._directory.part(manifest.incarnation, manifest.version), self._directory.temporary
         try:
             with open(temporary, "wb") as file:
@@ -88,15 +89,17 @@ class FileDeltaPublisher:
 def file_delta_weights(model: Source, directory: WeightDirectory) -> DeltaWeights:
     """The engine's side."""
 
-    def read(offer: WeightsOffer, number: int) -> np.ndarray:
+    def read(offer: WeightsOffer, first: int) -> Iterator[np.ndarray]:
         manifest = offer.manifest
-        path = directory.part(manifest.incarnation, manifest.deltas[number].version)
-        try:
-            with path.open("rb") as file:
-                read_header(file)
-                return np.frombuffer(file.read(), np.uint8)
-        except (OSError, ValueError) as error:
-            raise WeightSyncError(f"weights {name_of(manifest)}: what changed is not to be had from {path}: {error}") from error
+        for delta in manifest.deltas[first:]:
+            path = directory.part(manifest.incarnation, delta.version)
+            try:
+                with path.open("rb") as file:
+                    read_header(file)
+                    data = np.frombuffer(file.read(), np.uint8)
+            except (OSError, ValueError) as error:
+                raise WeightSyncError(f"weights {name_of(manifest)}: what changed is not to be had from {path}: {error}") from error
+            yield data
 
     return DeltaWeights(model, FileWeights(model, directory), read)
 

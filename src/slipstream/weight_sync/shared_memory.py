@@ -15,7 +15,7 @@ from slipstream.weight_sync.packing import Source, WeightLayout, WeightSet
 class MemoryPublisher:
     """The trainer's side: packs the weights, cast included, into a slot. The slot is the staging; nothing else of that size is held."""
 
-    def __init__(self, source: Source, slots: list[MemoryFile], dtype: torch.dtype | None = None):
+    def __init__(self, source: Source, slots: Sequence[MemoryFile], dtype: torch.dtype | None = None):
         self._source = source
         self._slots = slots
         self.layout = WeightLayout.of(source, dtype)
