@@ -77,9 +77,10 @@ format: venv
 	@$(BIN)/ruff check --fix src tests recipes benchmarks
 	@$(BIN)/ruff format src tests recipes benchmarks
 
-# One thread per process: two workers on two cores do not fight, and float32 results do not depend on the machine's core count.
+# One thread per process: two workers on two cores do not fight, and float32 results do not depend on the machine's core count. Bytecode is
+# kept, whatever the environment says: some hundred processes start, and each would compile what it imports.
 test: lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal tests
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal tests
 
 # One after the other: a server wants 4 GB and a core. `make test` skips them.
 vllm-test: venv

@@ -51,8 +51,9 @@ def time_without_load(run: LiveRun, engine_id: str, killed: float) -> float:
 
 
 def test_an_engine_alone_is_killed_and_its_rollouts_go_on_at_its_successor(tmp_path: Path) -> None:
+    """Weights travel in a group with the engine: it is made anew with its successor."""
     file = run_file(tmp_path)
-    with LiveRun(file, "--trainer.steps", str(STEPS), "--rollout.max_attempts", "1") as run:
+    with LiveRun(file, "--weight_sync.transport", "collective", "--trainer.steps", str(STEPS), "--rollout.max_attempts", "1") as run:
         run.until(lambda: run.steps() >= 2)
         killed = kill_amid_generation(run, "engine-0")
         assert time_without_load(run, "engine-0", killed) <= AFTER_LOAD_S
@@ -68,34 +69,8 @@ def test_an_engine_alone_is_killed_and_its_rollouts_go_on_at_its_successor(tmp_p
     assert all(group.attempt == 0 for group in groups)
 
 
-def test_of_two_engines_one_is_killed_and_its_rollouts_go_on_at_the_other_until_it_is_back(tmp_path: Path) -> None:
-    """Weights travel in a group per engine: the killed one's is made anew with its successor, the other's is not touched."""
-    file = run_file(tmp_path)
-    over = ("--weight_sync.transport", "collective", "--engine.replicas", "2")
-    with LiveRun(file, *over, "--trainer.steps", "1000", "--rollout.max_attempts", "1") as run:
-        run.until(lambda: run.steps() >= 2)
-        kill_amid_generation(run, "engine-1")
-        steps = run.steps()
-        run.until(lambda: run.steps() > steps)  # the other engine serves alone
-        run.until(lambda: run.state("engine-1").phase == "tick")
-        run.until(lambda: run.steps() >= steps + 3)
-        run.process.send_signal(signal.SIGINT)
-        assert run.ended() == 0, run.output
-    with LedgerReader.open(tmp_path / "run" / "ledger.sqlite") as reader:
-        events = [event for *_, event in reader.live_events()]
-        trained = [reader.group(e.group_id, e.attempt) for e in events if isinstance(e, ev.GroupFinished)]
-    assert not any(isinstance(e, ev.AttemptFailed | ev.Dropped) for e in events)
-    homes = [{span.engine_id for span in rollout.spans} for group in trained for rollout in group.rollouts]
-    assert {"engine-0", "engine-1"} in homes, "no rollout went on elsewhere"
-    assert any(isinstance(e, ev.EngineConfirmed) and e.engine_id == "engine-1" for e in events[_removed(events) :])
-
-
-def _removed(events: list[ev.Event]) -> int:
-    (at,) = [i for i, e in enumerate(events) if isinstance(e, ev.EngineRemoved)]
-    return at
-
-
-def test_engines_are_added_and_dropped_while_a_run_trains(tmp_path: Path) -> None:
+def test_engines_are_added_killed_and_dropped_while_a_run_trains(tmp_path: Path) -> None:
+    """Of two engines one is killed: its rollouts go on at the other until it is back."""
     file = run_file(tmp_path)
 
     def engines(*arguments: str) -> str:
@@ -108,12 +83,22 @@ def test_engines_are_added_and_dropped_while_a_run_trains(tmp_path: Path) -> Non
         run.until(lambda: run.steps() >= 1)
         assert engines("add").startswith("engine-1 serves at version ")
         assert [line.split()[:2] for line in engines("list").splitlines()] == [["engine-0", "at"], ["engine-1", "at"]]
+        kill_amid_generation(run, "engine-1")
+        run.until(lambda: run.state("engine-1").phase == "start")
+        steps = run.steps()
+        run.until(lambda: run.steps() > steps)  # the other one serves alone
         run.until(lambda: run.state("engine-1").phase == "tick")
         assert engines("drop", "engine-0").startswith("engine-0 has left")
         steps = run.steps()
-        run.until(lambda: run.steps() >= steps + 3)  # the added one serves alone
+        run.until(lambda: run.steps() >= steps + 3)  # the one that came back serves alone
         run.process.send_signal(signal.SIGINT)
         assert run.ended() == 0, run.output
-    events = events_of(tmp_path / "run" / "ledger.sqlite")
-    assert [(e.engine_id, e.reason) for e in events if isinstance(e, ev.EngineRemoved)] == [("engine-0", "dropped by request")]
+    with LedgerReader.open(tmp_path / "run" / "ledger.sqlite") as reader:
+        events = [event for *_, event in reader.live_events()]
+        trained = [reader.group(e.group_id, e.attempt) for e in events if isinstance(e, ev.GroupFinished)]
+    killed, dropped = (event for event in events if isinstance(event, ev.EngineRemoved))
+    assert (killed.engine_id, dropped.engine_id, dropped.reason) == ("engine-1", "engine-0", "dropped by request")
     assert not any(isinstance(e, ev.AttemptFailed | ev.Dropped) for e in events)
+    homes = {tuple(dict.fromkeys(span.engine_id for span in rollout.spans)) for group in trained for rollout in group.rollouts}
+    assert any(home[:2] == ("engine-1", "engine-0") for home in homes), "no rollout went on elsewhere"
+    assert any(isinstance(e, ev.EngineConfirmed) and e.engine_id == "engine-1" for e in events[events.index(killed) :])

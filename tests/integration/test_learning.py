@@ -24,15 +24,16 @@ def train(folder: Path, *overrides: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(900)
 def test_the_quickstart_learns_asynchronously(tmp_path):
-    summary = train(tmp_path / "run")
-    assert summary["eval_reward_first"] < 0.3 and summary["eval_reward_last"] > 0.8
+    """Half of its steps: of five seeds the worst then has a held-out reward of 0.88 (`benchmarks/results/learning`)."""
+    summary = train(tmp_path / "run", "--trainer.steps", "50", "--trainer.schedule", "constant")
+    assert summary["eval_reward_first"] < 0.3 and summary["eval_reward_last"] > 0.75
     assert 0 < summary["staleness_mean"] and summary["staleness_max"] <= summary["staleness_bound"]
     assert summary["rollouts_with_several_versions"] > 0
 
 
 @pytest.mark.timeout(900)
 def test_it_learns_synchronously_too(tmp_path):
-    """A third of the steps: enough to see that the held-out reward rises well beyond chance."""
-    summary = train(tmp_path / "run", "--buffer.max-staleness", "0", "--trainer.steps", "50", "--trainer.schedule", "constant")
+    """A third of its steps: of five seeds the worst then has a held-out reward of 0.52."""
+    summary = train(tmp_path / "run", "--buffer.max-staleness", "0", "--trainer.steps", "32", "--trainer.schedule", "constant")
     assert summary["staleness_max"] == 0 and summary["rollouts_with_several_versions"] == 0
     assert summary["eval_reward_last"] > summary["eval_reward_first"] + 0.15

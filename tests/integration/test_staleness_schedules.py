@@ -25,7 +25,7 @@ ADVERSARIES = {
     "crashes": dict(crash=0.01),
     "everything": EVERYTHING,
 }
-SEEDS = 40
+SEEDS = 20  # for each of the 56 choices; the planted bug that shows least is caught by every tenth schedule
 
 
 @pytest.mark.parametrize("name", ADVERSARIES)
@@ -63,7 +63,7 @@ GATES = {
     "every second version, barrier, cancelled": Gate("cancel_early", interrupt="barrier", every=2),
 }
 WIDE = [(1, 2, 2), (2, 3, 7), (1, 3, None), (2, 1, None)]  # S, P, W; None: unbounded
-WIDE_SEEDS = 18
+WIDE_SEEDS = 12
 
 
 @pytest.mark.parametrize("name", GATES)
