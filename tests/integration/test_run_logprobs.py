@@ -86,12 +86,11 @@ def deterministic(folder: Path, teacher: str) -> Tables:
     )
 
 
-def test_a_deterministic_run_with_frozen_models_is_the_same_again_ended_killed_and_resumed(noisy: str, tmp_path: Path) -> None:
+def test_a_deterministic_run_with_frozen_models_is_the_same_killed_ended_and_resumed(noisy: str, tmp_path: Path) -> None:
     file = run_file(tmp_path / "first", deterministic(tmp_path / "first" / "run", noisy))
     train(load_config([file]))
     first = told(tmp_path / "first" / "run")
     assert all(set(r.arrays) == {REFERENCE, TEACHER} for g in first.groups.values() for r in g.rollouts)
-    run(deterministic(tmp_path / "again", noisy))
 
     def fails(line: dict[str, Any]) -> None:
         if line["step"] == 4:
@@ -103,10 +102,9 @@ def test_a_deterministic_run_with_frozen_models_is_the_same_again_ended_killed_a
     with pytest.raises(Stopped):
         train(load_config([file]), resume=resumed / "run", on_step=fails)
     train(load_config([file]), resume=resumed / "run")
-    for folder in (tmp_path / "again", resumed / "run"):
-        other = told(folder)
-        assert (other.versions, other.batches) == (first.versions, first.batches)
-        assert arrays(list(other.groups.values())) == arrays(list(first.groups.values()))
+    again = told(resumed / "run")
+    assert (again.versions, again.batches) == (first.versions, first.batches)
+    assert arrays(list(again.groups.values())) == arrays(list(first.groups.values()))
 
 
 # ---- a process per role
