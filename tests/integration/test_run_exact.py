@@ -15,6 +15,7 @@ from run_harness import Tables, all_checksums, run, run_file, sampled_with, step
 
 from slipstream import train
 from slipstream.config.load import load_config
+from slipstream.launch.inline import InlineRun
 
 STEPS = 12
 DEADLINE_S = 120.0
@@ -81,14 +82,23 @@ def test_a_run_ended_by_an_error_again_and_again_and_resumed_is_the_same_run(ref
     assert all(checksum == first.versions[version] for (_, version), checksum in all_checksums(folder).items())
 
 
-def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_same_run(reference: Path, tmp_path: Path) -> None:
-    def interrupts(line: dict) -> None:
-        if line["step"] == 7:
+def test_a_run_stopped_while_a_checkpoint_waits_goes_on_from_the_one_before_and_is_the_same_run(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while checkpoint 6 waits for an evaluation: worker and evaluation then come to rest where no uninterrupted run does."""
+    ended, calls = InlineRun.evaluation_ended, iter(range(10))
+
+    async def interrupted(inline: InlineRun) -> None:
+        if next(calls) == 2:  # after the start, which asks the same, and checkpoint 3
+            assert inline._controller.core.state.evaluations.running is not None, "nothing is waited for: the test shows nothing"
             os.kill(os.getpid(), signal.SIGINT)
+        await ended(inline)
 
     folder = tmp_path / "run"
-    assert run(deterministic(folder), on_step=interrupts).metrics["steps"] < STEPS
-    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-3", "step-6"], "a checkpoint off its schedule"
+    monkeypatch.setattr(InlineRun, "evaluation_ended", interrupted)
+    assert run(deterministic(folder)).metrics["steps"] < STEPS
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-3"], "a checkpoint off its schedule"
+    monkeypatch.undo()
     run(deterministic(folder), resume=folder)
     first, resumed = told(reference), told(folder)
     assert (resumed.versions, resumed.batches, resumed.evaluations) == (first.versions, first.batches, first.evaluations)

@@ -26,12 +26,12 @@ STEPS = 6
 FLOOR = 1e-5  # nats: the gap of float32 passes over whole weights
 
 
-def retrained(config: Config, folder: Path, start_step: int = 0) -> dict[int, str]:
+def retrained(config: Config, folder: Path, start_step: int = 0, steps: int = STEPS) -> dict[int, str]:
     """Version -> checksum of what would be sent, from the recorded batches alone."""
     trainer, publisher = build_trainer(RunContext(config, folder, folder, 1, start_step, "replay"), [MemoryFile.create("replay")])
     batches, versions = recorded_batches(folder), {}
     versions[trainer.step] = publisher.pack(0, 1, trainer.step).checksum
-    for step in range(trainer.step, STEPS):
+    for step in range(trainer.step, steps):
         assert trainer.train_step(batches[step]).skipped is None
         versions[trainer.step] = publisher.pack(0, 1, trainer.step).checksum
     return versions

@@ -39,8 +39,8 @@ class FakeRun:
         self.started: list[str] = []
         self.ended: list[str] = []
         self.gone: list[tuple[str, str]] = []
-        self.engines = Engines(Config(engine=EngineSettings(replicas=len(versions))), self, self.start)  # type: ignore[arg-type]
-        self.engines.server = SimpleNamespace(drop=lambda role, cause: self.gone.append((role, cause)))  # type: ignore[assignment]
+        self.engines = Engines(Config(engine=EngineSettings(replicas=len(versions))), [self], self.start)  # type: ignore[arg-type]
+        self.engines.servers = [SimpleNamespace(drop=lambda role, cause: self.gone.append((role, cause)))]  # type: ignore[list-item]
         self.engines.supervisor = SimpleNamespace(end=self.end)  # type: ignore[assignment]
         for number, version in enumerate(versions):
             self.serve(ENGINES[number], version)

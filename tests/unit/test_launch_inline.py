@@ -13,6 +13,7 @@ import torch
 from slipstream.config.settings import Config
 from slipstream.errors import ModelError
 from slipstream.launch import inline
+from slipstream.launch.context import OpenRun
 from slipstream.launch.inline import InlineRun, run_inline
 
 
@@ -20,22 +21,22 @@ def descriptors() -> list[str]:
     return sorted(os.readlink(f"/proc/self/fd/{d}") for d in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{d}"))
 
 
-def start(monkeypatch: pytest.MonkeyPatch, build_engine: Any, run: Any = None) -> None:
+def start(monkeypatch: pytest.MonkeyPatch, build_engine: Any, turns: Any = None) -> None:
     monkeypatch.setattr(inline, "build_engine", build_engine)
     monkeypatch.setattr(inline, "build_weights", lambda context, engine, slots: None)
     monkeypatch.setattr(inline, "InProcessClient", lambda engine: None)
-    monkeypatch.setattr(inline, "build_trainer", lambda context, slots: (None, None))
-    if run is not None:
-        monkeypatch.setattr(InlineRun, "run", run)
+    monkeypatch.setattr(inline, "build_trainer", lambda context, slots, load: (None, None))
+    if turns is not None:
+        monkeypatch.setattr(inline, "take_turns", turns)
     config = Config.model_validate({"launch": "inline", "engine": {"threads": 3}})
     controller: Any = SimpleNamespace(core=SimpleNamespace(broker=SimpleNamespace(num_slots=3)))
-    asyncio.run(run_inline(SimpleNamespace(config=config), controller, ()))  # type: ignore[arg-type]
+    asyncio.run(run_inline([OpenRun(SimpleNamespace(config=config), controller)], ()))  # type: ignore[arg-type]
 
 
 def test_a_model_that_does_not_load_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[int] = []
 
-    def fails(config: Config) -> None:
+    def fails(config: Config, load: Any) -> None:
         held.append(sum("slipstream-weights" in name for name in descriptors()))
         raise ModelError("no such model")
 
@@ -53,13 +54,14 @@ def test_the_engine_is_proved_and_ticked_with_its_own_threads(monkeypatch: pytes
     torch.set_num_threads(2)
     engine = SimpleNamespace(has_work=lambda: True, tick=lambda: seen.append(torch.get_num_threads()))
 
-    async def one_tick(run: InlineRun, scorers: Any) -> None:
+    async def one_tick(runs: list[InlineRun], rewards: Any) -> None:
+        (run,) = runs
         run._client = SimpleNamespace(feed=lambda frame: None)  # type: ignore[assignment]
         run._worker_task = asyncio.create_task(asyncio.Event().wait())  # type: ignore[assignment]
         run._offer = asyncio.create_task(asyncio.Event().wait())  # type: ignore[assignment]
-        await run._turn()
+        assert await run.turn() == ()
 
-    def build(config: Config) -> Any:
+    def build(config: Config, load: Any) -> Any:
         seen.append(torch.get_num_threads())  # the probe runs in here
         return engine
 

@@ -11,6 +11,7 @@ import pytest
 
 from slipstream.config.settings import Config
 from slipstream.errors import RoleFailed
+from slipstream.launch.context import OpenRun, RunContext
 from slipstream.launch.local import LocalRun
 
 
@@ -50,7 +51,8 @@ def test_what_a_role_only_echoes_does_not_hide_the_error_of_the_last_step(
     async def stays(*_: Any) -> None:
         await asyncio.Event().wait()
 
-    run = LocalRun(SimpleNamespace(config=Config()), controller, str(tmp_path), [])  # type: ignore[arg-type]
+    context = RunContext(Config(), tmp_path, tmp_path, 1, 0, "run")
+    run = LocalRun([OpenRun(context, controller)], [[]], tmp_path)
     monkeypatch.setattr(run, "_start", nothing)
     monkeypatch.setattr(run.supervisor, "left", stays)
     monkeypatch.setattr(run.supervisor, "watch", echoes)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from slipstream import opening, train
 from slipstream import run as run_module
-from slipstream import train
 from slipstream.config.load import load_tables
 from slipstream.config.settings import Config
 from slipstream.controller.run_folder import RunFolder
@@ -66,7 +66,7 @@ def test_a_machine_that_is_too_small_is_said_before_anything_is_made(tmp_path: P
     def too_small(config: Config) -> None:
         raise MemoryNeedError(f"the run needs more for {config.model.name}")
 
-    monkeypatch.setattr(run_module, "check_memory", too_small)
+    monkeypatch.setattr(opening, "check_memory", too_small)
     with pytest.raises(MemoryNeedError, match="builtin:tiny"):
         train(load_tables(tables(tmp_path / "run"), reward_given=True), reward=len)
     assert list(tmp_path.iterdir()) == []
@@ -90,7 +90,7 @@ def test_an_observer_that_cannot_open_gives_the_folder_back(tmp_path: Path, monk
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("no terminal")
 
-    monkeypatch.setattr(run_module, "open_observer", broken)
+    monkeypatch.setattr(opening, "open_observer", broken)
     with pytest.raises(OSError, match="no terminal"):
         train(load_tables(tables(tmp_path / "run"), reward_given=True), reward=len)
     RunFolder(tmp_path / "run").lock().release()
@@ -125,7 +125,7 @@ def test_a_signal_while_nothing_can_be_saved_yet_stops_code_that_does_not_wait(
     async def in_a_notebook() -> None:
         train(load_tables(tables(tmp_path / "run"), reward_given=True), reward=len)
 
-    monkeypatch.setattr(run_module, "load_data", loads_for_ever)
+    monkeypatch.setattr(opening, "load_data", loads_for_ever)
     monkeypatch.setattr(run_module, "STOP_S", 0.01)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -143,7 +143,7 @@ def test_the_second_signal_stops_a_launcher_that_does_not_wait_and_what_it_holds
 ) -> None:
     story: list[str] = []
 
-    async def blocks(context: Any, controller: Any, rewards: Any) -> None:
+    async def blocks(runs: Any, rewards: Any) -> None:
         try:
             os.kill(os.getpid(), signal.SIGINT)
             story.append("goes on after the first")
@@ -167,7 +167,7 @@ def test_the_second_signal_in_another_task_ends_the_run_as_a_cancellation_does(t
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    async def launches(context: Any, controller: Any, rewards: Any) -> None:
+    async def launches(runs: Any, rewards: Any) -> None:
         step = asyncio.create_task(steps())
         try:
             await asyncio.Event().wait()
@@ -197,7 +197,7 @@ def test_a_signal_in_a_task_that_others_wait_for_does_not_cut_the_clean_up_short
             for _ in range(turns):
                 await asyncio.sleep(0)
 
-    async def launches(context: Any, controller: Any, rewards: Any) -> None:
+    async def launches(runs: Any, rewards: Any) -> None:
         step = asyncio.create_task(steps())
         waiting = [asyncio.create_task(waits(step, turns)) for turns in (10, 20, 30)]
         try:
@@ -217,10 +217,10 @@ def test_a_signal_in_a_task_that_others_wait_for_does_not_cut_the_clean_up_short
 def test_a_signal_that_the_controller_hears_of_does_not_strike_those_who_ask_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     story: list[str] = []
 
-    async def launches(context: Any, controller: Any, rewards: Any) -> None:
+    async def launches(runs: Any, rewards: Any) -> None:
         async def asks() -> None:
             with pytest.raises(RunFailed, match=r"stopped at once \(KeyboardInterrupt\)"):
-                await controller.wait_finished()
+                await runs[0].controller.wait_finished()
             story.append("told")
 
         asking = asyncio.create_task(asks())
@@ -229,7 +229,7 @@ def test_a_signal_that_the_controller_hears_of_does_not_strike_those_who_ask_it(
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
         except BaseException as error:
-            controller.fail(error)
+            runs[0].controller.fail(error)
             raise
         finally:
             await asyncio.wait_for(asking, 60)
@@ -276,7 +276,7 @@ def test_rows_from_python_are_recorded_as_such_and_wanted_again(tmp_path: Path) 
 
 def test_model_and_data_may_be_whole_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr("slipstream.run._run_blocking", lambda main, run: seen.append(run._config))
+    monkeypatch.setattr("slipstream.run._run_blocking", lambda main, run: seen.append(run._asked.loaded.config))
     train(
         model={"name": "builtin:tiny", "dtype": "bfloat16"},
         data={"train": "builtin:sort_digits", "eval": 50},

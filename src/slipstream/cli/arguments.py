@@ -66,24 +66,34 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object; everything else goes to stderr")
 
 
-def load_run(paths: Sequence[Path], overrides: Sequence[str], *, checked: bool = True, trains: bool = True) -> LoadedConfig:
+def load_run(
+    paths: Sequence[Path], overrides: Sequence[str], *, checked: bool = True, trains: bool = True, experiments: bool = False
+) -> LoadedConfig:
     """The settings that a verb works with; recipes that came with the package are found by their path, `recipes/quickstart.toml`.
 
     `checked = False` is for verbs that neither train nor score: a run whose reward was a Python function has none in its settings.
-    `trains = False` is for verbs that only sample.
+    `trains = False` is for verbs that only sample. Only with `experiments` does the verb take a file of several runs.
     """
     from slipstream.config.load import load_config
 
-    return load_config([packaged_recipe(path) for path in paths], overrides, checked=checked, trains=trains)
+    loaded = load_config([packaged_recipe(path) for path in paths], overrides, checked=checked, trains=trains)
+    if loaded.experiments and not experiments:
+        names = ", ".join(experiment.name for experiment in loaded.experiments)
+        raise ConfigError(f"{paths[0]} has several runs ({names}); this needs one: the run folder of an experiment, or a file without them")
+    return loaded
 
 
 def run_folder(path: Path) -> Path:
     """The path as a run folder; ConfigError if it is none."""
+    from slipstream.controller.run_folder import holds_experiments
+
     if not path.is_dir():
         what = "a file" if path.exists() else "not there"
         raise ConfigError(f"{path} is {what}; this needs a run folder, such as runs/quickstart-20250101-120000")
     if not (path / "config.toml").exists():
         raise ConfigError(f"{path} is not a run folder: it has no config.toml")
+    if names := holds_experiments(path):
+        raise ConfigError(f"{path} holds the run folders of experiments; this needs one of them: {', '.join(str(path / n) for n in names)}")
     return path
 
 

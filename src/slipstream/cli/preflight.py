@@ -6,7 +6,7 @@ Each check stands on the settings, or on what an earlier one found (rows, tokeni
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from slipstream.config.load import LoadedConfig
     from slipstream.data import Data
     from slipstream.models.loading import ModelInfo
+    from slipstream.models.memory import MemoryNeed
 
 Row = dict[str, Any]
 
@@ -61,12 +62,29 @@ def preflight(loaded: LoadedConfig, *, resumes: bool = False) -> Findings:
     return found
 
 
+def check_together(loaded: LoadedConfig, each: Sequence[Findings], *, resumes: bool = False) -> Findings:
+    """What can be checked only of all experiments of a file: their memory, with one copy of the model, and the folder that holds theirs."""
+    from slipstream.models.memory import check_memory
+
+    found = Findings()
+    with found.collect():
+        check_run_folder(loaded.config, resumes)
+    with found.collect():
+        longest = max(findings.facts.get("longest_prompt_tokens", 0) for findings in each)
+        found.facts |= memory_facts(check_memory(*(run.config for run in loaded.experiments), prompt_tokens=longest))
+    return found
+
+
+def memory_facts(memory: MemoryNeed | None) -> dict[str, Any]:
+    return {"memory_bytes": None if memory is None else memory.parts, "memory": None if memory is None else str(memory)}
+
+
 def check_run_folder(config: Config, resumes: bool = False) -> None:
     """The run folder's disk can hold a run; it is made only when the run starts, so its nearest existing parent is tried."""
-    from slipstream.controller.run_folder import LEDGER, check_place
+    from slipstream.controller.run_folder import LEDGER, check_place, holds_experiments
 
     folder = Path(config.run.folder or "runs").absolute()
-    if (folder / LEDGER).exists() and not resumes:
+    if not resumes and ((folder / LEDGER).exists() or holds_experiments(folder)):
         raise RunFolderError(f"run.folder = {folder} already holds a run; resume it with --resume {folder}, or name another folder")
     check_place(next(path for path in (folder, *folder.parents) if path.exists()))
 
@@ -133,9 +151,7 @@ def _check_model(config: Config, data: Data | None, found: Findings) -> None:
                 found.facts["adapter"] = _check_adapter(config, model_config)
         _check_frozen_models(config, found)
         longest = _check_prompts(config, data, tokenizer, info, found)
-        memory = check_memory(config, info.source, longest)
-        found.facts["memory_bytes"] = None if memory is None else memory.parts
-        found.facts["memory"] = None if memory is None else str(memory)
+        found.facts |= memory_facts(check_memory(config, folder=info.source, prompt_tokens=longest))
         _check_weight_directory(config, Path(info.source), found)
 
 

@@ -20,6 +20,7 @@ examples:
   slipstream train --resume                     go on with the newest run here
   slipstream train run.toml --resume runs/x --trainer.steps 400
   slipstream train --resume runs/x --rewind 50  go back to the checkpoint of step 50, on purpose
+  slipstream train experiments.toml             [[experiment]] tables: several runs over one model, an adapter each
 
 The first Ctrl-C saves and ends with the command that resumes; the second stops at once (exit code 130)."""
 TAKES_SETTINGS = True
@@ -42,13 +43,20 @@ def run(args: argparse.Namespace) -> int:
     paths, resume = where_to_resume(args.run, args.resume)
     if args.rewind is not None and resume is None:
         raise ConfigError("--rewind goes with --resume: it goes back within an existing run")
-    loaded = load_run(paths, args.overrides)
+    loaded = load_run(paths, args.overrides, experiments=True)
     from slipstream.observe.report import print_report
+    from slipstream.observe.state import shown
     from slipstream.run import train
 
     stream = sys.stderr if args.json else sys.stdout
     result = train(loaded, resume=resume, rewind=args.rewind, stream=stream, started=started)
-    print_report(result.metrics, stream)
+    for name, experiment in result.experiments.items():
+        print(f"\n── {name} ──", file=stream)
+        print_report(experiment.metrics, stream)
+    if not result.experiments:
+        print_report(result.metrics, stream)
+    elif any(each.metrics["steps"] < each.metrics["steps_planned"] for each in result.experiments.values()):
+        print(f"\nall of them go on with\n  slipstream train --resume {shown(result.run_folder)}", file=stream)
     if args.json:
         print(json.dumps(result.metrics), flush=True)
     return 0

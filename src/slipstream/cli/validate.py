@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from slipstream.cli.arguments import OVERRIDES_HELP, add_json, add_run, load_run
 from slipstream.errors import ConfigError, SlipstreamError
+
+if TYPE_CHECKING:
+    from slipstream.cli.preflight import Findings
+    from slipstream.config.arithmetic import Arithmetic
+    from slipstream.config.settings import Config
 
 HELP = "check a run file and print its settings and what they amount to; no training"
 EPILOG = f"""{OVERRIDES_HELP}
@@ -41,34 +47,83 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from slipstream.cli.preflight import preflight
-    from slipstream.config.arithmetic import arithmetic
-    from slipstream.config.checks import advice
-    from slipstream.config.losses import resolve
+    from slipstream.cli.preflight import check_together, preflight
     from slipstream.config.save import to_toml
-    from slipstream.controller.thresholds import in_words
 
-    loaded = load_run(args.run, args.overrides)
-    found = preflight(loaded, resumes=args.run[0].is_dir())
-    notes = [*found.notes, *advice(loaded.config)]
-    if found.problems:
-        for note in notes:
+    loaded = load_run(args.run, args.overrides, experiments=True)
+    runs = {each.name: replace(loaded, config=each.config, experiments=()) for each in loaded.experiments} or {"": loaded}
+    found = {name: preflight(one, resumes=args.run[0].is_dir()) for name, one in runs.items()}
+    together = check_together(loaded, list(found.values()), resumes=args.run[0].is_dir()) if loaded.experiments else None
+    checked = [Checked.of(name, one.config, found[name]) for name, one in runs.items()]
+    problems = problems_of(found) + (together.problems if together else [])
+    if problems:
+        for note in dict.fromkeys(note for each in checked for note in each.notes):
             print(f"note: {note}", file=sys.stderr)
-        raise as_one(found.problems)
-    engine = loaded.config.engine.model_copy(update={"max_context": found.facts["context_tokens"]})
-    numbers = arithmetic(loaded.config.model_copy(update={"engine": engine}), found.facts["train_rows"])
+        raise as_one(problems)
     console = Console(file=sys.stderr if args.json else sys.stdout, highlight=False, markup=False, soft_wrap=True)
-    console.print(to_toml(loaded.config))
-    loss = resolve(loaded.config.loss)
-    limits = [f"threshold: {in_words(limit)}" for limit in loaded.config.threshold]
-    for line in [*numbers.lines(), *loss.lines(), *limits, *facts_in_words(found.facts), *(f"note: {note}" for note in notes)]:
-        console.print(line)
+    console.print(to_toml(loaded.config, loaded.experiments))
+    for each in checked:
+        for line in each.lines():
+            console.print(line)
+    if together:
+        console.print(f"\nall of them: {memory_in_words(together.facts)}")
     console.print("valid: the run can start")
     if args.json:
-        settings = loaded.config.model_dump(mode="json")
-        derived = {"arithmetic": numbers.to_json(), "loss": loss.to_json(), **found.facts}
-        print(json.dumps({"valid": True, "settings": settings, **derived, "notes": notes}))
+        objects = {each.name: each.to_json() for each in checked}
+        print(json.dumps({"valid": True, **(objects[""] if not together else {"experiments": objects, **together.facts})}))
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A run that was checked: what it amounts to, once nothing is wrong with it."""
+
+    name: str  # of the experiment; empty: the only run
+    config: Config
+    found: Findings
+    notes: list[str]
+
+    @classmethod
+    def of(cls, name: str, config: Config, found: Findings) -> Checked:
+        from slipstream.config.checks import advice
+
+        return cls(name, config, found, [*found.notes, *advice(config)])
+
+    @property
+    def numbers(self) -> Arithmetic:
+        from slipstream.config.arithmetic import arithmetic
+
+        engine = self.config.engine.model_copy(update={"max_context": self.found.facts["context_tokens"]})
+        return arithmetic(self.config.model_copy(update={"engine": engine}), self.found.facts["train_rows"])
+
+    def lines(self) -> list[str]:
+        from slipstream.config.losses import resolve
+        from slipstream.controller.thresholds import in_words
+
+        limits = [f"threshold: {in_words(limit)}" for limit in self.config.threshold]
+        head = [f"\nexperiment {self.name}"] if self.name else []
+        notes = [f"note: {note}" for note in self.notes]
+        return [*head, *self.numbers.lines(), *resolve(self.config.loss).lines(), *limits, *facts_in_words(self.found.facts), *notes]
+
+    def to_json(self) -> dict[str, Any]:
+        from slipstream.config.losses import resolve
+
+        settings, loss = self.config.model_dump(mode="json"), resolve(self.config.loss).to_json()
+        return {"settings": settings, "arithmetic": self.numbers.to_json(), "loss": loss, **self.found.facts, "notes": self.notes}
+
+
+def problems_of(found: Mapping[str, Findings]) -> list[SlipstreamError]:
+    """Those of one run; of several, each once, and which of them have it where not all do."""
+    named: dict[tuple[bool, str], list[str]] = {}
+    for name, findings in found.items():
+        for problem in findings.problems:
+            for line in getattr(problem, "problems", [str(problem)]):
+                named.setdefault((isinstance(problem, ConfigError), line), []).append(name)
+    out: list[SlipstreamError] = []
+    for (wrong_setting, line), names in named.items():
+        text = line if len(names) == len(found) else f"experiment {', '.join(names)}: {line}"
+        out.append(ConfigError(text) if wrong_setting else CannotStart([text]))
+    return out
 
 
 def as_one(problems: Sequence[SlipstreamError]) -> SlipstreamError:
@@ -80,8 +135,12 @@ def as_one(problems: Sequence[SlipstreamError]) -> SlipstreamError:
 def facts_in_words(facts: dict[str, Any]) -> list[str]:
     rows = f"{facts['train_rows']:,} training rows, {facts['eval_rows']:,} evaluation rows"
     prompt = f"longest prompt {facts['longest_prompt_tokens']:,} of {facts['context_tokens']:,} tokens"
-    memory = f"memory about {facts['memory']}" if facts["memory"] else "memory unknown until the model is on this machine"
+    memory = memory_in_words(facts)
     if files := facts.get("weight_file_bytes"):
         memory += f"; weights in flight take {files / 2**30:.2f} GiB of disk"
     adapter = [facts["adapter"]] if facts.get("adapter") else []
     return [f"{rows}; {prompt}, vocabulary {facts['vocabulary']:,}", *adapter, *facts.get("frozen_models", ()), memory]
+
+
+def memory_in_words(facts: dict[str, Any]) -> str:
+    return f"memory about {facts['memory']}" if facts["memory"] else "memory unknown until the model is on this machine"

@@ -24,6 +24,9 @@ A run is one TOML file; `slipstream train RUN.toml OVERLAY.toml ... --section.ke
 key (lists are replaced). Options take hyphens or underscores, `--section.key=value`, `--section.flag` and `--no-section.flag`; a table
 of a list is named by its index (`--reward.0.weight 2`), and `none` clears a key that may be empty. Files named in a run file are relative
 to that file, files named in an option to the working directory. `slipstream validate RUN.toml` checks it all and prints what it amounts to.
+
+`[[experiment]]` tables make several runs of one file: `name`, and any of the settings below that differ (`run.seed = 1`,
+`[[experiment.reward]]`); see [LoRA](lora.md#several-experiments-in-one-run).
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,21 @@ from slipstream.config.overrides import COMMAND_LINE, parse_overrides
 from slipstream.config.paths import FILE_KEYS, absolute_setting
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table that is kept apart from the tree, and where it stands."""
+
+    values: dict[str, Any]
+    source: str
+
+
 class Layers:
     """The merged tree so far, the source of each leaf, and the problems met."""
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
         self.sources: dict[KeyPath, str] = {}
+        self.experiments: list[Table] = []  # the [[experiment]] tables of the last layer that has some
         self.problems: list[str] = []
         self.unreadable = False  # a file could not be read: judging the rest would only make follow-up problems
 
@@ -34,7 +44,7 @@ class Layers:
         except tomllib.TOMLDecodeError as error:
             self._cannot_read(f"{file}: not valid TOML: {error}")
         else:
-            self.merge(with_absolute_files(data, (), file.absolute().parent), str(file))
+            self.add(with_absolute_files(data, (), file.absolute().parent), str(file))
 
     def _cannot_read(self, problem: str) -> None:
         self.problems.append(problem)
@@ -56,6 +66,13 @@ class Layers:
         for path, value in indexed:
             self._set_in_list(path, value)
 
+    def add(self, data: dict[str, Any], source: str) -> None:
+        """Put `data` over the tree; its [[experiment]] tables, which are not settings of one run, are kept beside it."""
+        data = dict(data)
+        if "experiment" in data:
+            self._keep_experiments(data.pop("experiment"), source)
+        self.merge(data, source)
+
     def merge(self, data: dict[str, Any], source: str) -> None:
         """Put `data` over the tree."""
         for path in merge_into(self.tree, data):
@@ -63,6 +80,19 @@ class Layers:
                 del self.sources[known]
         for path in leaves(data):
             self.sources[path] = source
+
+    def _keep_experiments(self, tables: Any, source: str) -> None:
+        if isinstance(tables, list) and all(isinstance(table, dict) for table in tables):
+            self.experiments = [Table(table, source) for table in tables]
+        else:
+            self.problems.append(f"{source}: experiment: a list of tables is allowed: write [[experiment]] over each")
+
+    def with_table(self, values: dict[str, Any], source: str) -> Layers:
+        """The tree with one more layer; the problems of these are not its own."""
+        out = Layers()
+        out.tree, out.sources = copy_tree(self.tree), dict(self.sources)
+        out.merge(values, source)
+        return out
 
     def _set_in_list(self, path: KeyPath, value: Any) -> None:
         """`--reward.0.weight 2`: change a table of a list, or start the next one."""
@@ -146,7 +176,7 @@ def with_absolute_files(value: Any, at: KeyPath, base_folder: Path) -> Any:
         return {key: with_absolute_files(item, (*at, key), base_folder) for key, item in value.items()}
     if isinstance(value, list):
         return [with_absolute_files(item, (*at, index), base_folder) for index, item in enumerate(value)]
-    key = ".".join("N" if isinstance(part, int) else part for part in at)
+    key = ".".join("N" if isinstance(part, int) else part for part in at).removeprefix("experiment.N.")
     return absolute_setting(key, value, base_folder) if isinstance(value, str) and key in FILE_KEYS else value
 
 

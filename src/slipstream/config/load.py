@@ -2,7 +2,7 @@
 
 run file ─┐
 overlays ─┼─► merge (later wins, key by key) ─► types and limits (pydantic) ─► cross-field checks ─► LoadedConfig
-overrides ┘
+overrides ┘                     └─► once more with each [[experiment]] table on top
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from slipstream.config.checks import Conflict, check
+from slipstream.config.experiments import Experiment, as_run, experiment_problems, name_problem
 from slipstream.config.explain import explain, without
 from slipstream.config.keys import KeyPath, dotted
 from slipstream.config.layers import Layers, with_absolute_files
@@ -30,6 +31,7 @@ class LoadedConfig:
     config: Config
     sources: dict[str, str]  # dotted key -> the file, or "command line"; keys left at their default are absent
     base_folder: Path  # of the run file (the working directory without one): what relative files are relative to
+    experiments: tuple[Experiment, ...] = ()  # the runs of a file with [[experiment]] tables; `config` then is what they start from
 
     def resolve(self, value: str) -> Path:
         """The file that a setting names."""
@@ -47,8 +49,9 @@ def load_config(
     """Read a run file, overlays over it, and command-line overrides over both.
 
     A path may also be a run folder, whose `config.toml` is meant. Tables merge key by key; lists, and tables whose `type` changes,
-    are replaced. `reward_given`: a callable comes as the reward, so that the file needs none. `checked = False` leaves out the
-    cross-field checks, for what neither trains nor scores (export, inspect); `trains = False` those that concern training alone.
+    are replaced. [[experiment]] tables lie over everything else, the command line included. `reward_given`: a callable comes as the reward,
+    so that the file needs none. `checked = False` leaves out the cross-field checks, for what neither trains nor scores (export, inspect);
+    `trains = False` those that concern training alone.
 
     Raises ConfigError with every problem found: syntax, unknown keys, wrong types, limits, settings that exclude each other.
 
@@ -72,7 +75,7 @@ def load_tables(tables: Mapping[str, Any], *, reward_given: bool = False) -> Loa
     5
     """
     layers = Layers()
-    layers.merge(with_absolute_files(_plain(tables), (), Path.cwd()), "settings")
+    layers.add(with_absolute_files(_plain(tables), (), Path.cwd()), "settings")
     return _finish(layers, Path.cwd(), reward_given, True, True)
 
 
@@ -94,10 +97,37 @@ def _config_file(path: Path) -> Path:
 
 
 def _finish(layers: Layers, base_folder: Path, reward_given: bool, checked: bool, trains: bool) -> LoadedConfig:
-    config = None if layers.unreadable else _validate(layers, base_folder, reward_given, checked, trains)
+    config, experiments = None, []
+    if not layers.unreadable:
+        alone = not layers.experiments  # what only experiments make whole is judged with each of them
+        config = _validate(layers, base_folder, reward_given, checked and alone, trains)
+        experiments = _experiments(layers, base_folder, reward_given, checked, trains)
     if config is None or layers.problems:
-        raise ConfigError(layers.problems)
-    return LoadedConfig(config, {dotted(path): source for path, source in layers.sources.items()}, base_folder)
+        raise ConfigError(list(dict.fromkeys(layers.problems)))  # of the settings that experiments share: once
+    sources = {dotted(path): source for path, source in layers.sources.items()}
+    return LoadedConfig(config, sources, base_folder, tuple(experiments))
+
+
+def _experiments(layers: Layers, base_folder: Path, reward_given: bool, checked: bool, trains: bool) -> list[Experiment]:
+    """The runs of the [[experiment]] tables; what is wrong with them is added to `layers.problems`."""
+    out: list[Experiment] = []
+    first: Config | None = None
+    for number, table in enumerate(layers.experiments, start=1):
+        values = dict(table.values)
+        name = values.pop("name", None)
+        if problem := name_problem(name, [experiment.name for experiment in out]):
+            layers.problems.append(f"{table.source}: experiment {number}: {problem}")
+            name = f"number-{number}"
+        own = layers.with_table(values, f"{table.source}, experiment {name}")
+        config = _validate(own, base_folder, reward_given, checked, trains)
+        if config is not None:
+            first = first or config
+            if checked:
+                found = experiment_problems(config, first)
+                own.problems += [_line(Conflict((key,), text), own) for key, text in found]
+            out.append(Experiment(name, values, as_run(config, name)))
+        layers.problems += own.problems
+    return out
 
 
 def _validate(layers: Layers, base_folder: Path, reward_given: bool, checked: bool, trains: bool) -> Config | None:

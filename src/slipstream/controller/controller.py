@@ -61,11 +61,13 @@ def open_controller(
     code_version: str = "",
     rewind: int | None = None,
     stall_timeout_s: float | None = None,
+    num_together: int = 1,
 ) -> Controller:
     """Lock the run folder, recover what it holds (or start afresh where its ledger is empty), and write the new incarnation.
 
     `fingerprint`: numerics of this machine. `stall_timeout_s`: how long a batch may be waited for without any group making progress; by
-    default the deadlines of a rollout and its rewards, and a margin. Raises RunFolderError, LedgerError, ResumeError, CheckpointError.
+    default the deadlines of a rollout and its rewards, and a margin. `num_together`: runs whose roles take turns in the same processes, so
+    that each may be waited for so many times as long. Raises RunFolderError, LedgerError, ResumeError, CheckpointError.
     """
     folder.lock()
     ledger = None
@@ -93,20 +95,21 @@ def open_controller(
         raise
     for text in start.notes:
         observer.note(text)
-    return Controller(core, folder, start, stall_timeout_s)
+    return Controller(core, folder, start, stall_timeout_s, num_together)
 
 
 class Controller:
     """`protocols.ControllerAPI`, for one event loop."""
 
-    def __init__(self, core: ControllerCore, folder: RunFolder, start: Start, stall_timeout_s: float | None = None):
+    def __init__(self, core: ControllerCore, folder: RunFolder, start: Start, stall_timeout_s: float | None = None, num_together: int = 1):
         self.core, self.folder, self.start = core, folder, start
         settings = core.config
         rewards_s = max((r.timeout_s for r in settings.reward), default=0.0)
-        self._stall_s = stall_timeout_s if stall_timeout_s is not None else settings.rollout.timeout_s + rewards_s + MARGIN_S
-        self._quiet_s = MARGIN_S + max(
-            self._stall_s, settings.trainer.step_timeout_s, settings.evaluation.timeout_s, deadlines.LOAD_S, deadlines.CHECKPOINT_S
+        self._stall_s = (
+            stall_timeout_s if stall_timeout_s is not None else num_together * (settings.rollout.timeout_s + rewards_s) + MARGIN_S
         )
+        turn_s = max(settings.trainer.step_timeout_s, settings.evaluation.timeout_s, deadlines.LOAD_S, deadlines.CHECKPOINT_S)
+        self._quiet_s = MARGIN_S + max(self._stall_s, num_together * turn_s)
         self._changed = asyncio.Event()
         self._woken_at = self._moved_at = -math.inf  # loop time of the last change of any kind, and of one that brings a batch nearer
         self._commit: asyncio.Future[None] | None = None
@@ -320,10 +323,16 @@ class Controller:
     # -- engine
 
     async def next_weights(self, engine_id: str, incarnation: int, version: int) -> WeightsOffer:
+        core = self.core
+
+        def owed_since() -> float:  # nothing once the run has ended; its engine may stay, for other runs
+            return asyncio.get_running_loop().time() if core.finished or core.stopping else self._woken_at
+
         offer = await self._wait(
-            lambda: self.core.try_weights(engine_id, incarnation, version),
-            lambda: f"engine {engine_id} at version {version} gets no newer weights: {self.core.why_no_work()}",
+            lambda: core.try_weights(engine_id, incarnation, version),
+            lambda: f"engine {engine_id} at version {version} gets no newer weights: {core.why_no_work()}",
             self._quiet_s,
+            owed_since,
         )
         self._commit_later()
         return offer

@@ -3,6 +3,9 @@
 runs/<name>-<date>-<time>/
     config.toml  ledger.sqlite  metrics.jsonl  samples.jsonl  lock
     checkpoints/step-<n>/  log/<role>.log
+
+Experiments, several runs that share a model, have such a folder each, within one of this name that holds nothing else:
+    config.toml  log/<role>.log  <experiment>/
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slipstream.config import Config, save_config
+from slipstream.config.experiments import Experiment
 from slipstream.errors import RunFolderError
 
 LEDGER = "ledger.sqlite"
@@ -54,16 +59,7 @@ class RunFolder:
     @classmethod
     def create(cls, name: str, folder: str | Path | None = None, root: str | Path = "runs") -> RunFolder:
         """A new run folder: `folder` itself, or `root`/<name>-<date>-<time>. Raises RunFolderError where one already holds a run."""
-        base = Path(folder) if folder is not None else Path(root) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        path, number = base, 1
-        while folder is None and path.exists():
-            number += 1
-            path = base.with_name(f"{base.name}-{number}")
-        if (path / LEDGER).exists():
-            raise RunFolderError(f"{path} already holds a run; resume it with --resume {path}, or name another folder")
-        with _os_errors(path):
-            path.mkdir(parents=True, exist_ok=True)
-        return cls(path.absolute())._prepared()
+        return cls(_new_path(name, folder, root))._prepared()
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
@@ -76,11 +72,7 @@ class RunFolder:
     @classmethod
     def newest(cls, name: str, root: str | Path = "runs") -> RunFolder:
         """The newest run folder of this name."""
-        pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}(-\d+)?")
-        found = [p for p in Path(root).glob("*") if pattern.fullmatch(p.name) and (p / LEDGER).is_file()]
-        if not found:
-            raise RunFolderError(f"there is no run named {name!r} in {Path(root).absolute()}; give its folder instead")
-        return cls.open(max(found, key=lambda p: _age_key(p.name)))
+        return cls.open(_newest_path(name, root, lambda path: (path / LEDGER).is_file()))
 
     def save_config(self, config: Config) -> None:
         """Write the resolved settings into the folder."""
@@ -118,6 +110,75 @@ class RunFolder:
             self.checkpoints.mkdir(exist_ok=True)
             self.log.mkdir(exist_ok=True)
         return self
+
+
+class ExperimentsFolder:
+    """The folder that holds the run folders of experiments, each under its experiment's name."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log"
+
+    @classmethod
+    def create(cls, name: str, folder: str | Path | None = None, root: str | Path = "runs") -> ExperimentsFolder:
+        """A new one, where `RunFolder.create` would make one. Raises RunFolderError where one already holds a run or experiments."""
+        return cls(_new_path(name, folder, root))
+
+    @classmethod
+    def open(cls, path: str | Path) -> ExperimentsFolder:
+        """An existing one, for going on with its runs."""
+        path = Path(path).absolute()
+        if (path / LEDGER).is_file():
+            raise RunFolderError(f"{path} is the folder of one run; it is resumed with its own settings: slipstream train --resume {path}")
+        if not holds_experiments(path):
+            raise RunFolderError(f"{path} holds no experiments: no folder in it is a run folder")
+        return cls(path)
+
+    @classmethod
+    def newest(cls, name: str, root: str | Path = "runs") -> ExperimentsFolder:
+        """The newest of this name."""
+        return cls.open(_newest_path(name, root, lambda path: bool(holds_experiments(path))))
+
+    def run_folder(self, experiment: str) -> RunFolder | None:
+        """That of the experiment; None where it has none yet."""
+        path = self.path / experiment
+        return RunFolder.open(path) if (path / LEDGER).is_file() else None
+
+    def save_config(self, config: Config, experiments: Sequence[Experiment]) -> None:
+        """Write the settings that the experiments start from, and what each changes in them."""
+        with _os_errors(self.path):
+            save_config(config, self.path / "config.toml", experiments)
+
+
+def holds_experiments(path: Path) -> list[str]:
+    """The names of the experiments whose run folders are in this folder."""
+    return sorted(ledger.parent.name for ledger in path.glob(f"*/{LEDGER}")) if (path / "config.toml").is_file() else []
+
+
+def _new_path(name: str, folder: str | Path | None, root: str | Path) -> Path:
+    """A folder that exists now and holds no run: `folder` itself, or `root`/<name>-<date>-<time>."""
+    base = Path(folder) if folder is not None else Path(root) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = base, 1
+    while folder is None and path.exists():
+        number += 1
+        path = base.with_name(f"{base.name}-{number}")
+    if (path / LEDGER).exists() or holds_experiments(path):
+        raise RunFolderError(f"{path} already holds a run; resume it with --resume {path}, or name another folder")
+    with _os_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+    return path.absolute()
+
+
+def _newest_path(name: str, root: str | Path, fits: Callable[[Path], bool]) -> Path:
+    """The newest folder of this name that fits."""
+    pattern = re.compile(re.escape(name) + r"-\d{8}-\d{6}(-\d+)?")
+    found = [p for p in Path(root).glob("*") if pattern.fullmatch(p.name) and fits(p)]
+    if not found:
+        raise RunFolderError(f"there is no run named {name!r} in {Path(root).absolute()}; give its folder instead")
+    return max(found, key=lambda p: _age_key(p.name))
 
 
 def check_place(path: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.config.frozen_models import stage_models, trainer_teacher
 from slipstream.config.settings import MAX_ENGINES, Config
@@ -20,7 +20,7 @@ from slipstream.launch.assemble_worker import context_limit
 from slipstream.launch.context import RunContext
 from slipstream.logprobs.loading import load_frozen_model, load_stage
 from slipstream.logprobs.stage import LogprobStage
-from slipstream.models.loading import load_model
+from slipstream.models.loading import ModelInfo, load_model
 from slipstream.models.lora import Adapter
 from slipstream.models.memory import num_weight_slots
 from slipstream.models.probe import probe
@@ -41,14 +41,15 @@ from slipstream.weight_sync.shared_memory import MemoryPublisher, MemoryWeights
 from slipstream.weight_sync.slots import slots_for
 
 ENGINE_ID = "engine-0"  # of the only one
+Load = Callable[..., tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelInfo]]  # `load_model`, or what reads a model once for several
 
 
-def build_trainer(context: RunContext, slots: Sequence[MemoryFile]) -> tuple[Trainer, Publisher]:
+def build_trainer(context: RunContext, slots: Sequence[MemoryFile], load: Load = load_model) -> tuple[Trainer, Publisher]:
     """The trainer at the step that the run goes on from, and what sends its weights. `slots`: see `memory.weight_slots`."""
     config = context.config
-    torch.manual_seed(config.run.seed)
-    model, _, _ = load_model(config.model, device=config.trainer.device)
+    model, _, _ = load(config.model, device=config.trainer.device)
     teacher = trainer_teacher(config)
+    torch.manual_seed(config.run.seed)  # a new adapter is drawn, the same whatever was loaded before
     adapter = Adapter.of(model, config.lora, config.model) if config.lora.on else None
     trainer = Trainer(config, model, None if teacher is None else load_frozen_model(teacher, config), adapter)
     if context.start_step:
@@ -91,9 +92,9 @@ def build_logprobs(config: Config) -> LogprobStage | None:
     return load_stage(config) if stage_models(config) else None
 
 
-def build_engine(config: Config, engine_id: str = ENGINE_ID, *, evaluates_only: bool = False) -> EmbeddedEngine:
+def build_engine(config: Config, engine_id: str = ENGINE_ID, *, evaluates_only: bool = False, load: Load = load_model) -> EmbeddedEngine:
     """The embedded engine over a model that was proved against plain forwards. Its weights are still to come."""
-    model, tokenizer, info = load_model(config.model, device=config.engine.device)
+    model, tokenizer, info = load(config.model, device=config.engine.device)
     max_context = context_limit(config, info)
     adapter = None
     if config.payload == "adapter" and not evaluates_only:

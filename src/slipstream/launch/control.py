@@ -71,8 +71,8 @@ async def ask(run_folder: Path, method: str, *arguments: Any) -> Any:
         await remote.connect((run_folder / PATH_FILE).read_text(), f"command {os.getpid()}")
     except (FileNotFoundError, PeerLost):
         raise SlipstreamError(
-            f'{run_folder}: no run trains here now with launch = "local"; this command is for one that does (start it with '
-            f"`slipstream train --resume {run_folder}`)"
+            f'{run_folder}: no run trains here now with launch = "local" and engines of its own (experiments share one); this command is '
+            f"for one that does (start it with `slipstream train --resume {run_folder}`)"
         ) from None
     try:
         return await remote.call(method, *arguments)

@@ -12,7 +12,7 @@ from the start, as descriptors that every role inherits, and an engine that is a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from slipstream.config.settings import MAX_ENGINES, Config
 from slipstream.controller.controller import Controller
@@ -27,13 +27,17 @@ SERVE_DEADLINE_S = START_S + LOAD_S + 60.0  # from the start of an engine's proc
 
 
 class Engines:
-    """`control.EngineControl`, and what the supervisor asks. `start` starts the process of an engine of this id."""
+    """`control.EngineControl`, and what the supervisor asks. `start` starts the process of an engine of this id.
 
-    def __init__(self, config: Config, controller: Controller, start: Callable[[str], Awaitable[None]]):
-        self._config, self._controller, self._start = config, controller, start
+    Experiments share their engine's process: it is one in each of the runs of these controllers. What a person asks is for one run alone.
+    """
+
+    def __init__(self, config: Config, controllers: Sequence[Controller], start: Callable[[str], Awaitable[None]]):
+        self._config, self._controllers, self._start = config, controllers, start
+        self._controller = controllers[0]
         self._running: set[str] = set()  # ids whose process runs, or is about to
         self._joining: dict[str, SlipstreamError | None] = {}  # added and not in service yet -> why it never will be
-        self.server: Server | None = None  # of the controller
+        self.servers: list[Server] = []  # of the controllers
         self.supervisor: Supervisor | None = None
 
     async def start(self) -> None:
@@ -46,7 +50,7 @@ class Engines:
 
     def max_restarts(self, role: str) -> int:
         """An engine that never came into service would fail again: none."""
-        was_in_service = role in ENGINES and role in self._controller.core.state.engine_starts
+        was_in_service = role in ENGINES and all(role in controller.core.state.engine_starts for controller in self._controllers)
         return self._config.engine.max_restarts if was_in_service and role not in self._joining else 0
 
     def expendable(self, role: str) -> bool:
@@ -56,13 +60,14 @@ class Engines:
     def gone(self, role: str, reason: str = "its process has ended") -> None:
         """Slots and lease are free at once, and what the engine still asked for is not answered."""
         if role in ENGINES:
-            assert self.server is not None
-            self.server.drop(role, reason)
-            self._controller.engine_gone(role, reason)
+            for server, controller in zip(self.servers, self._controllers, strict=True):
+                server.drop(role, reason)
+                controller.engine_gone(role, reason)
 
     async def start_anew(self, role: str, error: SlipstreamError) -> None:
         what = str(error).partition("\n")[0]
-        self._controller.core.observer.note(f"{what}. It is started anew; its rollouts go on from their tokens (log/{role}.log)")
+        for controller in self._controllers:
+            controller.core.observer.note(f"{what}. It is started anew; its rollouts go on from their tokens (log/{role}.log)")
         await self._start(role)
 
     def given_up(self, role: str, error: SlipstreamError) -> None:

@@ -1,6 +1,6 @@
 """The inline launcher: every role in this process and thread, scheduled by engine ticks. For tests, debuggers, Macs, exact runs.
 
-    controller ◄── direct calls ── worker, trainer (tasks of one event loop)         engine: ticked by `InlineRun._turn`
+    controller ◄── direct calls ── worker, trainer (tasks of one event loop)         engine: ticked by `InlineRun.turn`
 
 With `run.deterministic` a checkpoint is a canonical point: a running evaluation ends first, the worker is stopped with its prefixes
 recorded, and running groups are handed out again with those, so the uninterrupted run goes through exactly what a resume goes through.
@@ -9,9 +9,9 @@ recorded, and running groups are handed out again with those, so the uninterrupt
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,14 +19,15 @@ import torch
 from slipstream.controller.controller import Controller
 from slipstream.engines.embedded.client import InProcessClient
 from slipstream.errors import DeadlineExceeded
-from slipstream.launch.assemble import ENGINE_ID, build_engine, build_logprobs, build_trainer, build_weights
+from slipstream.launch.assemble import ENGINE_ID, Load, build_engine, build_logprobs, build_trainer, build_weights
 from slipstream.launch.assemble_worker import build_worker
-from slipstream.launch.context import RunContext
+from slipstream.launch.context import OpenRun, RunContext
 from slipstream.launch.framing import private_directory
 from slipstream.launch.page import NullProgress
 from slipstream.launch.scheduler import run_until_blocked, settle
-from slipstream.models.loading import load_tokenizer
-from slipstream.protocols import Scorer, WeightsOffer
+from slipstream.models.loading import load_model, load_tokenizer
+from slipstream.models.one_base import OneBase
+from slipstream.protocols import CheckpointManifest, Scorer, WeightsOffer
 from slipstream.rollout.external import TickedCalls
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.scoring.scorers import make_scorers
@@ -40,17 +41,50 @@ from slipstream.weight_sync.memory import MemoryFile, weight_slots
 BLOCKED_DEADLINE_S = 900.0  # nothing can run and no outside call is out: only the controller's own deadlines can end this wait
 
 
-async def run_inline(context: RunContext, controller: Controller, rewards: Sequence[Callable[..., Any]]) -> None:
-    """Run to the end, or raise the error of the role that ended it. `rewards` are callables besides those of the settings."""
-    config = context.config
-    scorers = make_scorers(config.reward, rewards)
-    transport, num_slots = config.weight_sync.transport, controller.core.broker.num_slots
-    with _threads(config.engine.threads), weight_slots(transport, num_slots) as slots, _with_sockets(context) as placed:
-        run = InlineRun(placed, controller, slots)
+async def run_inline(runs: Sequence[OpenRun], rewards: Sequence[Callable[..., Any]]) -> None:
+    """Run to the end, or raise the error of the role that ended it. `rewards` are callables besides those of the settings.
+
+    Several runs are experiments: they take turns, over one copy of the model in their engines and one in their trainers.
+    """
+    engines, trainers = (OneBase(), OneBase()) if len(runs) > 1 else (load_model, load_model)
+    with ExitStack() as held:
+        held.enter_context(_threads(runs[0].context.config.engine.threads))
+        runs = [held.enter_context(_with_sockets(run)) for run in runs]
+        slots = [held.enter_context(weight_slots(run.config.weight_sync.transport, run.controller.core.broker.num_slots)) for run in runs]
+        inline: list[InlineRun] = []
         try:
-            await run.run(scorers)
+            for run, its_slots in zip(runs, slots, strict=True):
+                inline.append(InlineRun(run.context, run.controller, its_slots, load_engine=engines, load_trainer=trainers))
+            await take_turns(inline, rewards)
         finally:
-            await run.close()
+            for run in inline:
+                await run.close()
+
+
+async def take_turns(runs: Sequence[InlineRun], rewards: Sequence[Callable[..., Any]]) -> None:
+    """A turn of each run, in their order, again and again until all have ended. What a run does in its turns the others do not touch."""
+    for run in runs:
+        with run.context.named_errors():
+            await run.start(make_scorers(run.context.config.reward, rewards))
+    going = list(runs)
+    while going:
+        waits = []
+        for run in going:
+            with run.context.named_errors():
+                waits.append(await run.turn())
+        if all(waits):
+            await _first_of(going, [task for tasks in waits for task in tasks])
+        for run in [run for run in going if run.ended]:
+            with run.context.named_errors():
+                await run.result()
+            going.remove(run)
+
+
+async def _first_of(runs: Sequence[InlineRun], tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Nothing can run now: a deadline (a stop's grace, a stalled batch) must pass, or a role is just leaving."""
+    done, _ = await asyncio.wait(tasks, timeout=BLOCKED_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+    if not done:
+        raise DeadlineExceeded(f"nothing could run for {BLOCKED_DEADLINE_S:.0f} s: {'; '.join(run.why_no_batch for run in runs)}")
 
 
 @contextmanager
@@ -68,58 +102,88 @@ def _threads(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def _with_sockets(context: RunContext) -> Iterator[RunContext]:
-    """The context with a private directory for sockets, where the transport has some also within one process."""
-    if context.config.weight_sync.transport != "collective":
-        yield context
+def _with_sockets(run: OpenRun) -> Iterator[OpenRun]:
+    """The run with a private directory for sockets, where the transport has some also within one process."""
+    if run.config.weight_sync.transport != "collective":
+        yield run
         return
     with private_directory() as folder:
-        yield dataclasses.replace(context, sockets=folder)
+        yield run.placed(folder)
 
 
 class InlineRun:
     """The roles of one run and the turn that drives them."""
 
-    def __init__(self, context: RunContext, controller: Controller, slots: Sequence[MemoryFile]):
-        self._context, self._controller = context, controller
+    def __init__(
+        self,
+        context: RunContext,
+        controller: Controller,
+        slots: Sequence[MemoryFile],
+        *,
+        load_engine: Load = load_model,
+        load_trainer: Load = load_model,
+    ):
+        self.context, self._controller = context, controller
         self._outside = TickedCalls()
-        self._engine = build_engine(context.config)
+        self._engine = build_engine(context.config, load=load_engine)
         self._load_weights = build_weights(context, self._engine, slots)
         self._client = InProcessClient(self._engine)
-        self._trainer, self._publisher = build_trainer(context, slots)
+        self._trainer, self._publisher = build_trainer(context, slots, load_trainer)
         self._logprobs = build_logprobs(context.config)
         self._worker: RolloutWorker | None = None
         self._trainer_task: asyncio.Task[None] | None = None
         self._worker_task: asyncio.Task[None] | None = None
         self._offer: asyncio.Task[WeightsOffer] | None = None
+        self._changed: asyncio.Task[None] | None = None
 
-    async def run(self, scorers: Sequence[Scorer]) -> None:
-        """Turns until trainer and worker have left."""
-        model = load_tokenizer(self._context.config.model)
+    async def start(self, scorers: Sequence[Scorer]) -> None:
+        """Start trainer and worker; from here on the run goes on by its turns."""
+        model = load_tokenizer(self.context.config.model)
         self._worker = await build_worker(
-            self._context, self._controller, self._client, scorers, model, logprobs=self._logprobs, external=self._outside
+            self.context, self._controller, self._client, scorers, model, logprobs=self._logprobs, external=self._outside
         )
-        api: Any = _CanonicalPoints(self) if self._context.config.run.deterministic else self._controller
+        api: Any = _CanonicalPoints(self) if self.context.config.run.deterministic else self._controller
         self._trainer_task = asyncio.create_task(
-            run_trainer(self._trainer, api, self._publisher, self._context.checkpoints, NullProgress()), name="trainer"
+            run_trainer(self._trainer, api, self._publisher, self.context.checkpoints, NullProgress()), name="trainer"
         )
-        while not self._trainer_task.done() or self._worker_task is None or not self._worker_task.done():
-            await self._turn()
+
+    @property
+    def ended(self) -> bool:
+        """Trainer and worker have left."""
+        tasks = (self._trainer_task, self._worker_task)
+        return all(task is not None and task.done() for task in tasks)
+
+    async def result(self) -> None:
+        """Of a run that has ended: nothing, or the error of the role that ended it."""
+        assert self._trainer_task is not None and self._worker_task is not None, "it has ended"
         await asyncio.gather(self._trainer_task, self._worker_task)
 
-    async def _turn(self) -> None:
-        """Settle, adopt, tick: see `scheduler`."""
+    @property
+    def why_no_batch(self) -> str:
+        return self._controller.core.why_no_batch(self._trainer.step)
+
+    async def turn(self) -> tuple[asyncio.Task[None], ...]:
+        """Settle, adopt, tick: see `scheduler`. Nothing where it went on; else what it waits for: tasks, the first of which to end may let
+        it go on."""
+        if self._changed is not None:
+            self._changed.cancel()
         await settle(self._outside)
         self._raise_failure()
         if await self._adopt():
-            return
+            return ()
         if self._worker_task is None and self._worker is not None:  # at the start and after a canonical point: weights come first
             self._worker_task = asyncio.create_task(self._worker.run(), name="rollout worker")
-            return
+            return ()
         if self._engine.has_work():
             self._client.feed(self._engine.tick())
-        elif not self._release_lagging():
-            await self._wait()
+            return ()
+        if self._release_lagging():
+            return ()
+        tasks = [task for task in (self._trainer_task, self._worker_task) if task is not None and not task.done()]
+        if not tasks:
+            return ()
+        self._changed = asyncio.create_task(self._controller.changed(), name="inline: controller changed")  # from now on, not from the wait
+        return (*tasks, self._changed)
 
     async def _adopt(self) -> bool:
         """Take the weights on offer, if there are any and the engine may."""
@@ -153,21 +217,6 @@ class InlineRun:
         self._controller.wake()
         return True
 
-    async def _wait(self) -> None:
-        """Nothing can run now: a deadline (a stop's grace, a stalled batch) must pass, or a role is just leaving."""
-        tasks = [task for task in (self._trainer_task, self._worker_task) if task is not None and not task.done()]
-        if not tasks:
-            return
-        changed = asyncio.create_task(self._controller.changed(), name="inline: controller changed")
-        try:
-            done, _ = await asyncio.wait([*tasks, changed], timeout=BLOCKED_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            changed.cancel()
-        if not done:
-            raise DeadlineExceeded(
-                f"nothing could run for {BLOCKED_DEADLINE_S:.0f} s: {self._controller.core.why_no_batch(self._trainer.step)}"
-            )
-
     def _raise_failure(self) -> None:
         for task in (self._trainer_task, self._worker_task):
             if task is not None and task.done() and task.exception() is not None:
@@ -192,7 +241,8 @@ class InlineRun:
         return await self._outside.run(key, awaitable)
 
     async def close(self) -> None:
-        tasks: list[asyncio.Task[Any]] = [task for task in (self._worker_task, self._trainer_task, self._offer) if task is not None]
+        held = (self._worker_task, self._trainer_task, self._offer, self._changed)
+        tasks: list[asyncio.Task[Any]] = [task for task in held if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -202,10 +252,15 @@ class InlineRun:
 
 
 class _CanonicalPoints:
-    """The controller as the trainer of a deterministic run sees it: a checkpoint begins by bringing everything else to rest."""
+    """The controller as the trainer of a deterministic run sees it: a checkpoint begins by bringing everything else to rest.
+
+    Once the run is to stop, evaluation and worker come to another rest, at a moment that no schedule knows. What would be saved then is
+    thrown away: the run goes on from the checkpoint before.
+    """
 
     def __init__(self, run: InlineRun):
         self._run, self._controller = run, run._controller
+        self._at_rest = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._controller, name)
@@ -213,4 +268,11 @@ class _CanonicalPoints:
     async def checkpoint_context(self) -> tuple[str, int, int]:
         await self._run.evaluation_ended()
         await self._run.outside(("", "checkpoint"), self._run.pause_worker())
+        self._at_rest = not self._controller.core.stopping
         return await self._controller.checkpoint_context()
+
+    async def commit_checkpoint(self, temporary: str, manifest: CheckpointManifest) -> None:
+        if self._at_rest:
+            await self._controller.commit_checkpoint(temporary, manifest)
+        else:
+            shutil.rmtree(self._run.context.checkpoints / temporary)

@@ -13,15 +13,19 @@ that does so too often, ends the run with its own cause (`supervisor.decide`). N
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from slipstream.config.frozen_models import stage_models
-from slipstream.controller.controller import Controller
 from slipstream.deadlines import CHECKPOINT_S
 from slipstream.errors import DeadlineExceeded, SlipstreamError
 from slipstream.launch import logprob_socket
-from slipstream.launch.context import RunContext
+from slipstream.launch.context import OpenRun
 from slipstream.launch.control import serving
 from slipstream.launch.engines import ENGINES, Engines
 from slipstream.launch.framing import private_directory
@@ -29,39 +33,46 @@ from slipstream.launch.page import NullProgress, Page
 from slipstream.launch.processes import ChildSpec, Lifeline
 from slipstream.launch.role import context_options, controller_socket
 from slipstream.launch.supervisor import Supervisor
-from slipstream.launch.wire import serve
+from slipstream.launch.together import together
+from slipstream.launch.wire import Failure, serve
 from slipstream.weight_sync.memory import MemoryFile, weight_slots
 
 ROLES = (*ENGINES, "trainer", "rollout", logprob_socket.ROLE)  # of engines as many as run, of the last one where the settings ask for it
 LEAVE_MARGIN_S = 120.0  # beyond the grace: rewards under way, the last prefixes
 
 
-async def run_local(context: RunContext, controller: Controller, rewards: Sequence[Callable[..., Any]]) -> None:
-    """Run to the end, or raise the error of the role that ended it."""
-    transport, num_slots = context.config.weight_sync.transport, controller.core.broker.num_slots
-    with private_directory() as folder, weight_slots(transport, num_slots) as slots:
-        run = LocalRun(context, controller, folder, slots)
+async def run_local(runs: Sequence[OpenRun], log: Path, rewards: Sequence[Callable[..., Any]]) -> None:
+    """Run to the end, or raise the error of the role that ended it. `log` is the folder of the roles' logs.
+
+    Several runs are experiments: each has its controller and its sockets here, and every process plays its role in all of them.
+    """
+    with ExitStack() as held:
+        runs = [run.placed(held.enter_context(private_directory())) for run in runs]
+        slots = [held.enter_context(weight_slots(run.config.weight_sync.transport, run.controller.core.broker.num_slots)) for run in runs]
+        local = LocalRun(runs, slots, log)
         try:
-            server = run.engines.server = await serve(controller, controller_socket(folder), on_failed=run.supervisor.report)
-            try:
-                async with serving(run.engines, folder, context.run_folder):
-                    await run.run(rewards)
-            finally:
-                await run.supervisor.stop()
-                await server.close()
+            async with AsyncExitStack() as served:
+                for run in runs:
+                    server = await serve(run.controller, controller_socket(run.context.sockets), on_failed=partial(local.report, run))
+                    served.push_async_callback(server.close)
+                    local.engines.servers.append(server)
+                served.push_async_callback(local.supervisor.stop)
+                if len(runs) == 1:
+                    await served.enter_async_context(serving(local.engines, runs[0].context.sockets, runs[0].context.run_folder))
+                await local.run(rewards)
         finally:
-            run.close()
+            local.close()
 
 
 class LocalRun:
-    """The processes of one run, and what they inherit."""
+    """The processes of one run, or of several experiments, and what they inherit."""
 
-    def __init__(self, context: RunContext, controller: Controller, socket_folder: str, slots: Sequence[MemoryFile]):
-        self._context, self._controller, self._folder = context, controller, socket_folder
+    def __init__(self, runs: Sequence[OpenRun], slots: Sequence[Sequence[MemoryFile]], log: Path):
+        self._runs, self._slots, self._log = runs, slots, log
+        self._config = runs[0].config  # of what all have in common: launcher, engine, trainer's threads
         self._lifeline = Lifeline()
         self._page_memory = MemoryFile.create("page")
-        self._slots = slots
-        self.engines = Engines(context.config, controller, self._start_engine)
+        self.engines = Engines(self._config, [run.controller for run in runs], self._start_engine)
         self.supervisor = Supervisor(
             Page(self._page_memory, ROLES),
             may_leave=self._may_leave,
@@ -77,22 +88,29 @@ class LocalRun:
     async def run(self, rewards: Sequence[Callable[..., Any]]) -> None:
         """Start the roles, wait for the end of the run, and let them leave."""
         await self.engines.start()
-        await self._start("trainer", self._context.config.trainer.threads)
-        if stage_models(self._context.config):
-            with logprob_socket.listen(self._folder) as listener:
-                await self._start(logprob_socket.ROLE, logprob_socket.THREADS, listener.fileno())
+        await self._start("trainer", self._config.trainer.threads)
+        with ExitStack() as held:
+            listeners = {
+                number: held.enter_context(logprob_socket.listen(run.context.sockets)).fileno()
+                for number, run in enumerate(self._runs)
+                if stage_models(run.config)
+            }
+            if listeners:
+                await self._start(logprob_socket.ROLE, logprob_socket.THREADS, listeners)
         if rewards:
             self._own_worker = asyncio.create_task(self._work_here(rewards), name="rollout worker")
         else:
             await self._start("rollout", 1)
         watch = asyncio.create_task(self.supervisor.watch(), name="supervisor")
         try:
-            await self._while_watched(watch, self._controller.wait_finished())
+            await self._while_watched(watch, together(run.finished() for run in self._runs))
             await self._while_watched(watch, self._left())
         except BaseException as error:
-            self._controller.fail(error)
+            for run in self._runs:
+                run.controller.fail(error)
             if isinstance(error, SlipstreamError):
-                self._controller.core.check()  # the first error counts: a role may have failed with the controller's own
+                for run in self._runs:
+                    run.controller.core.check()  # the first error counts: a role may have failed with the controller's own
             raise
         finally:
             tasks = [task for task in (watch, self._own_worker) if task is not None]
@@ -100,31 +118,44 @@ class LocalRun:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _start_engine(self, engine_id: str) -> None:
-        await self._start(engine_id, self._context.config.engine.threads)
+    def report(self, run: OpenRun, role: str, failure: Failure) -> None:
+        """A role says why it is about to end, and in which run."""
+        self.supervisor.report(role, msgspec.structs.replace(failure, message=f"{run.context.where}{failure.message}"))
 
-    async def _start(self, role: str, threads: int, listener: int | None = None) -> None:
-        spec = ChildSpec(
-            role=role,
-            roles=ROLES,
-            run_folder=str(self._context.run_folder),
-            threads=threads,
-            socket_folder=self._folder,
-            lifeline=self._lifeline.read_end,
-            page=self._page_memory.fileno(),
-            slots=tuple(slot.fileno() for slot in self._slots),
-            listener=listener,
-            options=context_options(self._context),
-        )
-        await self.supervisor.start(spec, self._context.run_folder / "log" / f"{role}.log")
+    async def _start_engine(self, engine_id: str) -> None:
+        await self._start(engine_id, self._config.engine.threads)
+
+    async def _start(self, role: str, threads: int, listeners: Mapping[int, int] | None = None) -> None:
+        """Start the role's process, for all runs, or for those that have a listener."""
+        first, *others = [
+            ChildSpec(
+                role=role,
+                roles=ROLES,
+                run_folder=str(run.context.run_folder),
+                threads=threads,
+                socket_folder=run.context.sockets,
+                lifeline=self._lifeline.read_end,
+                page=self._page_memory.fileno(),
+                slots=tuple(slot.fileno() for slot in self._slots[number]),
+                listener=None if listeners is None else listeners[number],
+                options=context_options(run.context),
+            )
+            for number, run in enumerate(self._runs)
+            if listeners is None or number in listeners
+        ]
+        await self.supervisor.start(msgspec.structs.replace(first, others=tuple(others)), self._log / f"{role}.log")
 
     async def _work_here(self, rewards: Sequence[Callable[..., Any]]) -> None:
         """The rollout worker in this process, for rewards that only exist here."""
         from slipstream.launch.assemble_worker import run_rollout_worker
         from slipstream.scoring.scorers import make_scorers
 
-        scorers = make_scorers(self._context.config.reward, rewards)
-        await run_rollout_worker(self._context, self._controller, scorers, self._folder, NullProgress())
+        async def work(run: OpenRun) -> None:
+            scorers = make_scorers(run.config.reward, rewards)
+            with run.context.named_errors():
+                await run_rollout_worker(run.context, run.controller, scorers, run.context.sockets, NullProgress())
+
+        await together(work(run) for run in self._runs)
 
     async def _while_watched(self, watch: asyncio.Task[Any], awaited: Coroutine[Any, Any, Any]) -> None:
         """Wait for `awaited`, unless a role, or the worker in this process, fails first."""
@@ -141,15 +172,16 @@ class LocalRun:
 
     async def _left(self) -> None:
         """Wait until trainer and worker have saved what they hold and left."""
-        settings = self._context.config
-        await _within("trainer", self.supervisor.left("trainer"), settings.trainer.step_timeout_s + CHECKPOINT_S)
+        step_s = sum(run.config.trainer.step_timeout_s for run in self._runs)  # they take turns
+        grace_s = max(run.config.run.stop_grace_s for run in self._runs)
+        await _within("trainer", self.supervisor.left("trainer"), step_s + len(self._runs) * CHECKPOINT_S)
         worker = self.supervisor.left("rollout") if self._own_worker is None else asyncio.shield(self._own_worker)
-        await _within("rollout worker", worker, settings.run.stop_grace_s + LEAVE_MARGIN_S)
+        await _within("rollout worker", worker, grace_s + LEAVE_MARGIN_S)
 
     def _may_leave(self, role: str) -> bool:
         """Whether a role that exits with 0 has nothing left to do."""
-        core = self._controller.core
-        return core.stopping or (core.trained if role == "trainer" else core.finished)
+        cores = [run.controller.core for run in self._runs]
+        return all(core.stopping or (core.trained if role == "trainer" else core.finished) for core in cores)
 
     def close(self) -> None:
         self._lifeline.close()

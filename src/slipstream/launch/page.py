@@ -14,6 +14,7 @@ import struct
 import time
 from dataclasses import dataclass
 
+from slipstream.protocols import Progress
 from slipstream.weight_sync.memory import MemoryFile
 
 _RECORD_BYTES = 512
@@ -91,6 +92,45 @@ class RoleProgress:
         _HEAD.pack_into(self._record, 0, writes + 1, deadline)
         _TEXT.pack_into(self._record, _HEAD.size, len(phase_bytes), phase_bytes, len(owed_bytes), owed_bytes)
         _HEAD.pack_into(self._record, 0, writes + 2, deadline)
+
+
+class SharedProgress:
+    """One record for the parts that a process plays in several runs, in turns: `part` gives each its own view of it.
+
+    The record is `working` while any part is. It names the part that wrote last, and its deadline is the longest of those that the working
+    parts have set, from now on: whichever of them holds the process, it may do so for as long as that. A part that waits while others go
+    on is not found here; its waits have deadlines of their own.
+    """
+
+    def __init__(self, record: Progress):
+        self._record = record
+        self._working: dict[str, tuple[str, float, str]] = {}  # part -> what it said; the last one said it last
+
+    def part(self, name: str) -> Progress:
+        """Where the part of this name writes."""
+        return _Part(self, name)
+
+    def said(self, name: str, working: tuple[str, float, str] | None) -> None:
+        """What the part of this name does now; None: it is idle."""
+        self._working.pop(name, None)
+        if working is not None:
+            self._working[name] = working
+        if not self._working:
+            self._record.idle()
+            return
+        (last, (phase, _, owed)), longest_s = list(self._working.items())[-1], max(limit_s for _, limit_s, _ in self._working.values())
+        self._record.working(f"{phase} of {last}", longest_s, owed)
+
+
+class _Part:
+    def __init__(self, shared: SharedProgress, name: str):
+        self._shared, self._name = shared, name
+
+    def working(self, phase: str, deadline_s: float, owed: str = "") -> None:
+        self._shared.said(self._name, (phase, deadline_s, owed))
+
+    def idle(self) -> None:
+        self._shared.said(self._name, None)
 
 
 def _read(record: memoryview) -> RoleState | None:

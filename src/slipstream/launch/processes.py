@@ -18,13 +18,14 @@ import shutil
 import signal
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
-from slipstream.launch.page import Page
+from slipstream.launch.page import Page, SharedProgress
+from slipstream.models.one_base import OneBase
 from slipstream.protocols import Progress
 from slipstream.weight_sync.memory import MemoryFile
 
@@ -45,12 +46,14 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     slots: tuple[int, ...] = ()  # descriptors of the weight slots
     listener: int | None = None  # descriptor of a listening socket that the role is to serve
     options: dict[str, str] = {}  # what else the role's own code wants to know
+    others: tuple[ChildSpec, ...] = ()  # the same role in further runs, which the same process plays: experiments
 
     @property
     def descriptors(self) -> tuple[int, ...]:
         """All that the child inherits."""
         listener = () if self.listener is None else (self.listener,)
-        return (self.lifeline, self.page, *self.slots, *listener)
+        others = [descriptor for other in self.others for descriptor in other.descriptors]
+        return tuple(dict.fromkeys((self.lifeline, self.page, *self.slots, *listener, *others)))
 
 
 @dataclass(slots=True)
@@ -157,11 +160,13 @@ def child_environment(spec: ChildSpec) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Child:
-    """What a role process works with."""
+    """What a role process works with in one run."""
 
     spec: ChildSpec
     progress: Progress
     slots: list[MemoryFile]
+    base: OneBase | None = None  # where there are others: the model that they have in common
+    others: list[Child] = field(default_factory=list)  # the same in further runs
 
 
 def child_setup() -> Child:
@@ -175,8 +180,17 @@ def child_setup() -> Child:
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     threading.Thread(target=_end_with_parent, args=(spec,), name="lifeline", daemon=True).start()
-    page = Page(MemoryFile(spec.page), spec.roles)
-    return Child(spec, page.role(spec.role), [MemoryFile(descriptor) for descriptor in spec.slots])
+    progress = Page(MemoryFile(spec.page), spec.roles).role(spec.role)
+    if not spec.others:
+        return Child(spec, progress, _slots(spec))
+    shared, base = SharedProgress(progress), OneBase()
+    first, *others = [Child(each, shared.part(each.options["experiment"]), _slots(each), base) for each in (spec, *spec.others)]
+    first.others = others
+    return first
+
+
+def _slots(spec: ChildSpec) -> list[MemoryFile]:
+    return [MemoryFile(descriptor) for descriptor in spec.slots]
 
 
 def _end_with_parent(spec: ChildSpec) -> None:
@@ -184,7 +198,8 @@ def _end_with_parent(spec: ChildSpec) -> None:
     while os.read(spec.lifeline, 1):
         pass
     print(f"{spec.role}: the launching process is gone; leaving", file=sys.stderr, flush=True)
-    shutil.rmtree(spec.socket_folder, ignore_errors=True)
+    for each in (spec, *spec.others):
+        shutil.rmtree(each.socket_folder, ignore_errors=True)
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(1)

@@ -21,6 +21,7 @@ from slipstream.config.load import load_config
 from slipstream.deadlines import LOAD_S
 from slipstream.launch.context import RunContext
 from slipstream.launch.processes import Child, child_setup
+from slipstream.launch.together import together
 from slipstream.launch.wire import RemoteController, connect
 
 CONTROLLER_SOCKET = "controller.sock"
@@ -37,6 +38,7 @@ def context_options(context: RunContext) -> dict[str, str]:
         "incarnation": str(context.incarnation),
         "start_step": str(context.start_step),
         "run_id": context.run_id,
+        "experiment": context.experiment,
     }
 
 
@@ -51,6 +53,7 @@ def context_of(child: Child) -> RunContext:
         int(options["start_step"]),
         options["run_id"],
         child.spec.socket_folder,
+        options["experiment"],
     )
 
 
@@ -68,8 +71,9 @@ async def _run_embedded(child: Child, context: RunContext, controller: RemoteCon
     from slipstream.engines.embedded.loop import run_engine
     from slipstream.launch.assemble import build_engine, build_weights
     from slipstream.launch.engine_socket import serve, socket_path
+    from slipstream.models.loading import load_model
 
-    engine = build_engine(context.config, child.spec.role)
+    engine = build_engine(context.config, child.spec.role, load=child.base or load_model)
     wake = asyncio.Event()
     server = await serve(engine, socket_path(child.spec.socket_folder, engine.engine_id), wake.set)
     weights = build_weights(context, engine, child.slots)
@@ -79,11 +83,12 @@ async def _run_embedded(child: Child, context: RunContext, controller: RemoteCon
 
 async def run_trainer_role(child: Child, controller: RemoteController) -> None:
     from slipstream.launch.assemble import build_trainer
+    from slipstream.models.loading import load_model
     from slipstream.trainer.freed_memory import keep_freed_memory
     from slipstream.trainer.loop import run_trainer
 
     context = context_of(child)
-    trainer, publisher = build_trainer(context, child.slots)
+    trainer, publisher = build_trainer(context, child.slots, load=child.base or load_model)
     if trainer.device.type == "cpu":
         keep_freed_memory()
     await run_trainer(trainer, controller, publisher, context.checkpoints, child.progress)
@@ -128,18 +133,27 @@ def kind_of(role: str) -> str:
 
 
 async def run_role(child: Child) -> int:
-    """Connect, work, and report how it ended; the exit code."""
+    """Play the role in every run that this process was started for, until all have ended or one has failed; the exit code."""
+    try:
+        await together(play(each) for each in (child, *child.others))
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+async def play(child: Child) -> None:
+    """Connect, work, and report how it ended."""
     controller = await connect(controller_socket(child.spec.socket_folder), child.spec.role)
     try:
         child.progress.working("load", LOAD_S, owed="model, tokenizer or rewards")
         await ROLES[kind_of(child.spec.role)](child, controller)
+        child.progress.idle()
     except Exception as error:
-        traceback.print_exc()
         controller.failed(error)
-        return 1
+        raise
     finally:
         await controller.close()
-    return 0
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,18 +74,22 @@ class MemoryNeed:
         return f"{self.total_bytes / _GIB:.2f} GiB: {parts}{limit}"
 
 
-def check_memory(config: Config, folder: Path | None = None, prompt_tokens: int = 0) -> MemoryNeed | None:
+def check_memory(*configs: Config, folder: Path | None = None, prompt_tokens: int = 0) -> MemoryNeed | None:
     """The run's need; None while a model's files are not on this machine yet. MemoryNeedError where main memory is too small.
 
-    `folder` is the folder of the model that learns, where the caller knows it; otherwise it is looked for without loading or fetching
-    anything, as those of frozen models are. `prompt_tokens` is the longest prompt, where known.
+    Several are experiments, which have the model that learns in common. `folder` is the folder of that model, where the caller knows it;
+    otherwise it is looked for without loading or fetching anything, as those of frozen models are. `prompt_tokens` is the longest prompt,
+    where known.
     """
-    wanted = dict.fromkeys([config.model, *(frozen.settings for frozen in frozen_models(config))])
-    folders = {model: (folder if model == config.model else None) or local_folder(model) for model in wanted}
+    learns = configs[0].model
+    wanted = dict.fromkeys([learns, *(frozen.settings for config in configs for frozen in frozen_models(config))])
+    folders = {model: (folder if model == learns else None) or local_folder(model) for model in wanted}
     sizes = {settings: read_model_size(place) for settings, place in folders.items() if place is not None}
     if len(sizes) < len(folders):
         return None
-    need = memory_need(config, sizes[config.model], prompt_tokens, sizes)
+    need = memory_need(configs[0], sizes[learns], prompt_tokens, sizes)
+    if len(configs) > 1:
+        need = memory_together(configs, sizes[learns], prompt_tokens, sizes)
     if need.available_bytes is not None and need.host_bytes > need.available_bytes:
         raise MemoryNeedError(
             f"the run needs about {need}. Lower engine.slots, engine.max_context or trainer.max_tokens_per_micro_batch, set "
@@ -98,7 +102,24 @@ def memory_need(
     config: Config, size: ModelSize, prompt_tokens: int = 0, frozen: Mapping[ModelSettings, ModelSize] | None = None
 ) -> MemoryNeed:
     """Estimate the bytes of each part of a run with a model of this size; `frozen`: the sizes of the frozen models beside it."""
-    trainer, engine = _trainer_bytes(config, size, prompt_tokens), _engine_bytes(config, size)
+    return _placed(config, _parts(config, size, prompt_tokens, frozen))
+
+
+def memory_together(
+    configs: Sequence[Config], size: ModelSize, prompt_tokens: int = 0, frozen: Mapping[ModelSettings, ModelSize] | None = None
+) -> MemoryNeed:
+    """The same for experiments: the base once in each role, the steps of their trainers in turns, everything else of each."""
+    each = [_parts(config, size, prompt_tokens, frozen) for config in configs]
+    parts = {name: sum(its.get(name, 0) for its in each) for name in dict.fromkeys(name for its in each for name in its)}
+    bases = (len(configs) - 1) * size.num_parameters * _ELEMENT_BYTES[configs[0].model.dtype]
+    steps = [_step_bytes(config, size, prompt_tokens) for config in configs]
+    parts["engine"] -= bases
+    parts["trainer"] -= bases + sum(steps) - max(steps)
+    parts["processes"] = max(its["processes"] for its in each)
+    return _placed(configs[0], parts)
+
+
+def _parts(config: Config, size: ModelSize, prompt_tokens: int, frozen: Mapping[ModelSettings, ModelSize] | None) -> dict[str, int]:
     loaded = {
         (model.settings, model.array is None) for model in frozen_models(config)
     }  # the stage holds each once, the trainer its teacher
@@ -106,16 +127,20 @@ def memory_need(
     num_processes = 1  # the launching process has no torch
     if config.launch == "local":
         num_processes = 2 + config.engine.replicas + (1 if stage_models(config) else 0)
-    parts = {
-        "trainer": trainer,
-        "engine": engine,
+    return {
+        "trainer": _trainer_bytes(config, size) + _step_bytes(config, size, prompt_tokens),
+        "engine": _engine_bytes(config, size),
         **others,
         "weight sync": _sync_bytes(config, size),
         "processes": num_processes * _PROCESS_BYTES,
     }
+
+
+def _placed(config: Config, parts: dict[str, int]) -> MemoryNeed:
+    """The parts, and how much of them is main memory."""
     host = parts["weight sync"] + parts["processes"]
-    host += trainer + sum(others.values()) if _on_host(config.trainer.device or config.model.device) else 0
-    host += engine if _on_host(config.engine.device or config.model.device) else 0
+    host += parts["trainer"] + parts.get("frozen models", 0) if _on_host(config.trainer.device or config.model.device) else 0
+    host += parts["engine"] if _on_host(config.engine.device or config.model.device) else 0
     return MemoryNeed(parts, host, available_bytes())
 
 
@@ -146,13 +171,20 @@ def _sent_bytes(config: Config, size: ModelSize) -> int:
     return size.num_parameters * _ELEMENT_BYTES[config.model.dtype]
 
 
-def _trainer_bytes(config: Config, size: ModelSize, prompt_tokens: int) -> int:
+def _trainer_bytes(config: Config, size: ModelSize) -> int:
+    """What a trainer holds from step to step."""
     element = _ELEMENT_BYTES[config.model.dtype]
     float32 = _ELEMENT_BYTES["float32"]
     state = float32 + 2 * float32 + (float32 if element != float32 else 0)  # gradient, two moments, master
     trained = size.num_parameters * state
     if config.lora.on:  # float32 throughout; merged weights are made beside the base
         trained = _adapter_parameters(config, size) * 4 * float32 + (size.num_parameters * element if config.payload == "full" else 0)
+    return size.num_parameters * element + trained
+
+
+def _step_bytes(config: Config, size: ModelSize, prompt_tokens: int) -> int:
+    """What its steps take besides: activations and logits of a micro-batch."""
+    element, float32 = _ELEMENT_BYTES[config.model.dtype], _ELEMENT_BYTES["float32"]
     batch_tokens = config.trainer.groups_per_step * _group_tokens(config, prompt_tokens, config.rollout.group_size)
     tokens = min(config.trainer.max_tokens_per_micro_batch, batch_tokens)
     per_layer = _values_per_layer(size)
@@ -161,7 +193,7 @@ def _trainer_bytes(config: Config, size: ModelSize, prompt_tokens: int) -> int:
     else:
         activations = tokens * size.num_layers * per_layer * element
     logits = 3 * min(tokens, config.trainer.logprob_chunk_tokens) * size.vocab_size * float32
-    return int(size.num_parameters * element + trained + _FREED_MEMORY * (activations + logits))
+    return int(_FREED_MEMORY * (activations + logits))
 
 
 def _adapter_parameters(config: Config, size: ModelSize) -> int:

@@ -31,10 +31,11 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-def open_display(state: DisplayState, stream: IO[str]) -> Display:
-    """A live panel where `stream` is a terminal, else plain lines."""
+def open_display(state: DisplayState, stream: IO[str], prefix: str = "") -> Display:
+    """A live panel where `stream` is a terminal, else plain lines; these, too, where several runs share it, each with its own `prefix`."""
     console = Console(file=stream, highlight=False)
-    return LiveDisplay(state, console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(state, stream)
+    live = console.is_terminal and not console.is_dumb_terminal and not prefix
+    return LiveDisplay(state, console) if live else PlainDisplay(state, stream, prefix)
 
 
 class Silent:
@@ -54,8 +55,8 @@ class Silent:
 class PlainDisplay:
     """One line per step and per evaluation, flushed, for logs and pipes."""
 
-    def __init__(self, state: DisplayState, stream: IO[str]):
-        self._state, self._stream = state, stream
+    def __init__(self, state: DisplayState, stream: IO[str], prefix: str = ""):
+        self._state, self._stream, self._prefix = state, stream, prefix
 
     def start(self) -> None:
         self._print(f"{self._state.name}: {self._state.steps} steps, run folder {self._state.folder}")
@@ -72,7 +73,7 @@ class PlainDisplay:
     def close(self) -> None: ...
 
     def _print(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(f"{self._prefix}{text}", file=self._stream, flush=True)
 
 
 class LiveDisplay:

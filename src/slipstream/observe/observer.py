@@ -91,13 +91,18 @@ class RunObserver:
 
 
 def open_observer(
-    folder: Path, config: Config, *, stream: IO[str] | None = None, describe_item: Callable[[int], str] | None = None
+    folder: Path,
+    config: Config,
+    *,
+    stream: IO[str] | None = None,
+    describe_item: Callable[[int], str] | None = None,
+    prefix: str = "",
 ) -> RunObserver:
-    """The observer of a run in this folder; the display goes to `stream` (None: nowhere).
+    """The observer of a run in this folder; the display goes to `stream` (None: nowhere), with `prefix` as plain lines that begin with it.
 
     `describe_item` gives the prompt text of an evaluation row by index. Raises ConfigError when a sink's package is missing.
     """
     state = DisplayState.of(config, str(folder))
     sinks = open_sinks(list(config.metrics.sinks), folder, config.model_dump(mode="json"))
     files = (MetricsFile(folder), SamplesFile(folder, config.metrics.samples_per_step, describe_item))
-    return RunObserver(folder, state, files, open_display(state, stream) if stream else Silent(), sinks)
+    return RunObserver(folder, state, files, open_display(state, stream, prefix) if stream else Silent(), sinks)
