@@ -41,6 +41,7 @@ from slipstream.types import (
     StepReport,
     StopReason,
     Turn,
+    seal,
 )
 from slipstream.weight_sync.slots import SlotBroker
 
@@ -340,7 +341,7 @@ class Groups:
                 self._started.clear()
                 await self._started.wait()
             chunks, finished = self.turn()
-            await self._controller.progress(chunks)
+            await self._controller.progress([seal(chunk) for chunk in chunks])
             await asyncio.gather(*map(self._controller.finish_group, finished))
             await asyncio.sleep(0)  # a turn for the others, also where nothing had to be waited for
 

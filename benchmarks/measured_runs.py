@@ -48,7 +48,7 @@ from slipstream.launch.page import NullProgress
 from slipstream.launch.role import controller_socket
 from slipstream.protocols import ControllerAPI, EngineClient
 from slipstream.rollout.worker import RolloutWorker
-from slipstream.types import Frame, PrefixChunk
+from slipstream.types import Frame, SealedChunk
 
 WARM_STEPS = 2  # = the groups that were in flight at the start
 LAST_STEPS = 2  # made of groups that were admitted before
@@ -149,7 +149,7 @@ class Meter:
         progress, calls = controller.progress, 0
         per_second = calls_per_second(spec) * COMMIT_WITHIN_S
 
-        async def paced(chunks: list[PrefixChunk]) -> None:
+        async def paced(chunks: list[SealedChunk]) -> None:
             nonlocal calls
             await progress(chunks)
             calls += 1

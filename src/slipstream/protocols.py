@@ -28,10 +28,10 @@ from slipstream.types import (
     EvalResult,
     GenerateRequest,
     Group,
-    PrefixChunk,
     Record,
     RequestKey,
     Score,
+    SealedChunk,
     Span,
     StepReport,
     StopReason,
@@ -116,7 +116,7 @@ class ControllerAPI(Protocol):
         """Wait until at most `room` groups may start, an evaluation is due, or the run stops; room 0 waits for the last two only."""
         ...
 
-    async def progress(self, chunks: list[PrefixChunk]) -> None:
+    async def progress(self, chunks: list[SealedChunk]) -> None:
         """Record sampled tokens of running rollouts (durable soon after it returns; a crash before then costs sampling them again)."""
         ...
 

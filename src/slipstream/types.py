@@ -229,6 +229,28 @@ class PrefixChunk(Record, kw_only=True, frozen=True):
     routing: np.ndarray | None = None  # set with it, of the whole rollout: see `Frame.routing`
 
 
+class SealedChunk(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A chunk as it travels and is stored: the worker encodes it once, and the controller reads these few facts and never the tokens."""
+
+    group_id: int
+    sample: int
+    attempt: int
+    start: int
+    num_tokens: int
+    oldest_version: int  # among its tokens; -1: there are none
+    ended: bool  # the rollout's generation has ended with it
+    data: bytes  # the encoded PrefixChunk
+
+
+def seal(chunk: PrefixChunk) -> SealedChunk:
+    """Encode the chunk, its facts beside it."""
+    spans = chunk.spans
+    oldest = spans[0].version if len(spans) == 1 else min([span.version for span in spans], default=-1)
+    ended = chunk.stop_reason is not None
+    data = encode(chunk)
+    return SealedChunk(chunk.group_id, chunk.sample, chunk.attempt, chunk.start, len(chunk.token_ids), oldest, ended, data)
+
+
 def merge_chunks(chunks: list[PrefixChunk]) -> PrefixChunk:
     """Join contiguous chunks of one rollout into one that starts at 0; adjacent spans of the same weights are joined."""
     chunks = sorted(chunks, key=lambda c: c.start)

@@ -37,7 +37,7 @@ from slipstream.controller.ledger import Ledger
 from slipstream.controller.recovery import Identity, start_run
 from slipstream.errors import RunFailed
 from slipstream.protocols import CheckpointManifest, Manifest
-from slipstream.types import EngineReport, Group, PrefixChunk, Rollout, RolloutStatus, Span, StepReport, StopReason
+from slipstream.types import EngineReport, Group, PrefixChunk, Rollout, RolloutStatus, Span, StepReport, StopReason, seal
 from slipstream.weight_sync.slots import SlotBroker
 
 LOOK_AHEAD_GROUPS = 1  # as in rollout/worker.py
@@ -163,7 +163,7 @@ class Simulation:
         """Tell the controller that it has ended, with its tokens and what others have got, if tokens are recorded."""
         self.engine.catch_up(self.now)
         due = [s for s in self.engine.running if len(s.ids) - s.recorded >= CHUNK_TOKENS] if self.setting.records else []
-        self.core.progress([self.chunk(s) for s in [*due, ended]])
+        self.core.progress([seal(self.chunk(s)) for s in [*due, ended]])
 
     def chunk(self, s: Sequence) -> PrefixChunk:
         start, end = s.recorded, len(s.ids) if self.setting.records else 0

@@ -24,7 +24,7 @@ from slipstream.controller.core import ControllerCore
 from slipstream.controller.ledger import Ledger
 from slipstream.controller.recovery import Identity, start_run
 from slipstream.protocols import CheckpointManifest, Manifest
-from slipstream.types import EngineReport, Group, PrefixChunk, Rollout, RolloutStatus, Span, StepReport, Work
+from slipstream.types import EngineReport, Group, PrefixChunk, Rollout, RolloutStatus, Span, StepReport, Work, seal
 from slipstream.weight_sync.slots import SlotBroker
 
 ROWS = [{"n": i} for i in range(7)]
@@ -336,7 +336,7 @@ class Schedule:
                     )
                 )
                 task.recorded[sample] = len(made)
-        self.core.progress(chunks)
+        self.core.progress([seal(chunk) for chunk in chunks])
         self.core.commit()
 
     def finish(self, group_id: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from slipstream.checkpoint_files import describe_files, write_bytes, write_manifest
@@ -27,8 +28,11 @@ from slipstream.types import (
     PrefixChunk,
     Rollout,
     RolloutStatus,
+    SealedChunk,
     Span,
     StepReport,
+    StopReason,
+    seal,
 )
 from slipstream.weight_sync.slots import SlotBroker
 
@@ -137,10 +141,10 @@ def abandon(controller: Controller) -> None:
     controller.folder.release()
 
 
-def chunk_of(rollout: Rollout) -> PrefixChunk:
-    """The first sampled token of a rollout."""
+def chunk_of(rollout: Rollout, **changes: Any) -> SealedChunk:
+    """The first sampled token of a rollout; or, with other fields, another chunk of it."""
     span = rollout.spans[0]
-    return PrefixChunk(
+    chunk = PrefixChunk(
         group_id=rollout.group_id,
         sample=rollout.sample,
         attempt=rollout.attempt,
@@ -150,6 +154,13 @@ def chunk_of(rollout: Rollout) -> PrefixChunk:
         logprobs=rollout.logprobs[1:2],
         spans=(Span(1, 2, span.incarnation, span.version, span.engine_id),),
     )
+    return seal(msgspec.structs.replace(chunk, **changes))
+
+
+def end_of(rollout: Rollout, stop_reason: StopReason) -> SealedChunk:
+    """That the rollout has ended after that token."""
+    nothing = {"token_ids": rollout.token_ids[:0], "logprobs": rollout.logprobs[:0], "spans": ()}
+    return chunk_of(rollout, start=1, stop_reason=stop_reason, **nothing)
 
 
 async def serve_engine(controller: Controller) -> int:

@@ -10,7 +10,20 @@ import numpy as np
 
 from slipstream.config.settings import Config, RewardSettings
 from slipstream.protocols import Generation
-from slipstream.types import Assignment, Draw, EvalResult, EvalTask, GenerateRequest, Group, PrefixChunk, Rollout, StopReason, Work
+from slipstream.types import (
+    Assignment,
+    Draw,
+    EvalResult,
+    EvalTask,
+    GenerateRequest,
+    Group,
+    PrefixChunk,
+    Rollout,
+    SealedChunk,
+    StopReason,
+    Work,
+    decode,
+)
 
 END = 1  # the end-of-turn token
 
@@ -133,9 +146,9 @@ class FakeController:
             self.cancel += keys
             self.changed.notify_all()
 
-    async def progress(self, chunks: list[PrefixChunk]) -> None:
+    async def progress(self, chunks: list[SealedChunk]) -> None:
         async with self.changed:
-            self.chunks.extend(chunks)
+            self.chunks.extend(decode(chunk.data, PrefixChunk) for chunk in chunks)
             self.changed.notify_all()
 
     async def finish_group(self, group: Group) -> None:

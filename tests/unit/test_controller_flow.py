@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import math
 
-import msgspec
 import numpy as np
 import pytest
-from controller_fakes import Notes, Roles, checksum, chunk_of, config, group_of, make_step, manifest, publish, serve_engine, start
+from controller_fakes import Notes, Roles, checksum, chunk_of, config, end_of, group_of, make_step, manifest, publish, serve_engine, start
 
 from slipstream import deadlines
 from slipstream.controller.accounts import check_accounts
@@ -74,9 +73,9 @@ def test_an_end_that_is_reported_again_does_not_touch_what_was_recorded_with_it(
         await publish(controller, 0)
         await serve_engine(controller)
         (task, _) = (await controller.admit(2)).assignments
-        first, second = (chunk_of(r) for r in group_of(task, 0, 1).rollouts)
-        nothing = {"start": 1, "token_ids": first.token_ids[:0], "logprobs": first.logprobs[:0], "spans": ()}
-        end = msgspec.structs.replace(first, **nothing, stop_reason=StopReason.LENGTH)
+        rollouts = group_of(task, 0, 1).rollouts
+        first, second = map(chunk_of, rollouts)
+        end = end_of(rollouts[0], StopReason.LENGTH)
         await controller.progress([first])
         await controller.progress([end, second])
         await controller.progress([end, second])  # sent again after a lost answer

@@ -20,7 +20,7 @@ from slipstream.controller.events import StaleRule
 from slipstream.controller.metrics_line import staleness_stats
 from slipstream.controller.run_folder import RunFolder
 from slipstream.controller.timing import Meter, StepTimes
-from slipstream.types import Draw, EvalItem, EvalResult, Group, PrefixChunk, Span, StepReport, StopReason
+from slipstream.types import Draw, EvalItem, EvalResult, Group, PrefixChunk, Span, StepReport, StopReason, seal
 
 
 def test_an_epoch_draws_every_row_once_and_the_order_is_a_function_of_the_seed():
@@ -217,7 +217,7 @@ def test_free_engine_slots_behind_the_closed_gate_are_idle(tmp_path):
         await controller.admit(2)  # 2 groups x 2 rollouts on 8 slots: the gate is closed, half of the slots are free
         clock.time += 4.0
         assert controller.core.times.rollout_idle.take(clock.time) == 2.0
-        await controller.progress([over(group_id=0, sample=1)])
+        await controller.progress([seal(over(group_id=0, sample=1))])
         clock.time += 8.0
         assert controller.core.times.rollout_idle.take(clock.time) == 5.0  # one rollout more has left the engine
         assert not controller.core.state.live[0].prefix_tokens, "there is nothing to go on from"

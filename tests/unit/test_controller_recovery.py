@@ -15,6 +15,7 @@ from controller_fakes import (
     account_of,
     chunk_of,
     config,
+    end_of,
     group_of,
     make_step,
     manifest,
@@ -136,10 +137,9 @@ def test_an_end_that_is_told_again_after_every_crash_is_recorded_once(folder):
         await publish(first, 0)
         await serve_engine(first)
         task = (await first.admit(1)).assignments[0]
-        (chunk, *_) = [chunk_of(r) for r in group_of(task, 0, 1).rollouts]
-        await first.progress([chunk])
-        nothing = {"token_ids": chunk.token_ids[1:], "logprobs": chunk.logprobs[1:], "spans": ()}
-        end = msgspec.structs.replace(chunk, start=1, stop_reason=StopReason.STOP, **nothing)
+        rollout = group_of(task, 0, 1).rollouts[0]
+        end = end_of(rollout, StopReason.STOP)
+        await first.progress([chunk_of(rollout)])
         await first.progress([end])
         await first.checkpoint_context()  # on disk now, like all that came before
         abandon(first)

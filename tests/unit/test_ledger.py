@@ -16,7 +16,7 @@ from slipstream.controller import events as ev
 from slipstream.controller import ledger as ledger_module
 from slipstream.controller.ledger import DATA_TABLES, Ledger, LedgerReader
 from slipstream.errors import LedgerError, RunFolderError
-from slipstream.types import Draw, EvalResult, Group, PrefixChunk, Span, StopReason, encode
+from slipstream.types import Draw, EvalResult, Group, PrefixChunk, SealedChunk, Span, StopReason, encode, seal
 
 
 def admitted(group_id: int) -> ev.Admitted:
@@ -32,8 +32,8 @@ def group(group_id: int) -> Group:
     return Group(group_id=group_id, draw=draw, row={"q": 1}, rollouts=tuple(rollout(group_id, i, 0, 1, float(i)) for i in (0, 1)))
 
 
-def chunk(start: int, n: int, sample: int = 0, stop: StopReason | None = None) -> PrefixChunk:
-    return PrefixChunk(
+def chunk(start: int, n: int, sample: int = 0, stop: StopReason | None = None) -> SealedChunk:
+    chunk = PrefixChunk(
         group_id=0,
         sample=sample,
         attempt=0,
@@ -44,6 +44,7 @@ def chunk(start: int, n: int, sample: int = 0, stop: StopReason | None = None) -
         spans=(Span(5 + start, 5 + start + n, 1, start, "e"),) if n else (),
         stop_reason=stop,
     )
+    return seal(chunk)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from slipstream.protocols import EnvironmentReply, Message
 from slipstream.rollout.prefixes import PREFIX_CHUNK_TOKENS
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.scoring.scorers import make_scorers
-from slipstream.types import GenerateRequest, PrefixChunk, Span, StopReason, merge_chunks
+from slipstream.types import GenerateRequest, PrefixChunk, SealedChunk, Span, StopReason, merge_chunks
 
 PROMPT = "[u]hi<end>[a]"
 START = len(ids_of(PROMPT))
@@ -197,11 +197,11 @@ def test_a_retried_rollout_starts_anew_and_its_siblings_keep_theirs() -> None:
 
 def test_no_chunk_of_a_discarded_attempt_comes_after_it_was_reported() -> None:
     class Watched(FakeController):
-        async def progress(self, chunks: list[PrefixChunk]) -> None:
+        async def progress(self, chunks: list[SealedChunk]) -> None:
             for _ in range(20):  # a slow ledger: the interrupt comes while a chunk is under way
                 await asyncio.sleep(0)
             await super().progress(chunks)
-            order.extend(("chunk", c.sample, c.attempt, len(c.token_ids), c.stop_reason) for c in chunks)
+            order.extend(("chunk", c.sample, c.attempt, c.num_tokens, c.ended) for c in chunks)
 
         async def interrupted(self, group_id: int, sample: int, attempt: int, num_tokens: int) -> bool:
             order.append(("interrupted", sample, attempt, num_tokens))
@@ -213,10 +213,10 @@ def test_no_chunk_of_a_discarded_attempt_comes_after_it_was_reported() -> None:
     settings = config(interrupt="abort_retry", group_size=1, max_new_tokens=200)
     run(engine, settings, [assignment()], controller=Watched([assignment()]))
     assert order == [
-        ("chunk", 0, 0, 64, None),
+        ("chunk", 0, 0, 64, False),
         ("interrupted", 0, 0, 67),
-        ("chunk", 0, 1, 64, None),
-        ("chunk", 0, 1, 37, StopReason.STOP),
+        ("chunk", 0, 1, 64, False),
+        ("chunk", 0, 1, 37, True),
     ]
 
 

@@ -17,7 +17,7 @@ from slipstream.errors import DeadlineExceeded, PeerLost, RoleFailed, Slipstream
 from slipstream.launch import framing, wire
 from slipstream.launch.framing import private_directory
 from slipstream.protocols import ControllerAPI, Manifest, ManifestEntry, WeightsOffer
-from slipstream.types import Assignment, Draw, EngineReport, Group, PrefixChunk, Rollout, Span, Work
+from slipstream.types import Assignment, Draw, EngineReport, Group, PrefixChunk, Rollout, Span, Work, encode, seal
 
 DEADLINE_S = 20.0
 
@@ -157,14 +157,15 @@ def test_arguments_and_results_travel():
                 logprobs=np.zeros(1, np.float32),
                 spans=(),
             )
-            await w.client.progress([chunk, chunk])
+            await w.client.progress([seal(chunk), seal(chunk)])
             entry = ManifestEntry(name="a", dtype="float32", shape=(2, 3), offset=0, nbytes=24)
             manifest = Manifest(incarnation=1, version=2, checksum="c", total_bytes=64, entries=(entry,))
             await w.client.publish(slot=2, manifest=manifest)
             (_, got), (_, chunks), (_, slot, sent) = w.api.calls
             np.testing.assert_array_equal(got.rollouts[0].token_ids, np.arange(5))
             assert got.rollouts[0].spans == (Span(0, 5, 1, 4, "e0"),) and got.row == {"text": "x"}
-            assert len(chunks) == 2 and chunks[1].token_ids.tolist() == [5]
+            assert len(chunks) == 2 and (chunks[1].num_tokens, chunks[1].oldest_version, chunks[1].ended) == (1, -1, False)
+            assert chunks[1].data == encode(chunk), "untouched, for the ledger"
             assert slot == 2 and sent.entries[0].shape == (2, 3)
 
     run(main())

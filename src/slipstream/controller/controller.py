@@ -39,7 +39,7 @@ from slipstream.controller.timing import MonotonicClock
 from slipstream.controller.versions import Broker
 from slipstream.errors import CheckpointError, DeadlineExceeded
 from slipstream.protocols import CheckpointManifest, Clock, EngineInService, Manifest, Observer, WeightsOffer
-from slipstream.types import Batch, EngineReport, EvalResult, Group, PrefixChunk, StepReport, Work
+from slipstream.types import Batch, EngineReport, EvalResult, Group, SealedChunk, StepReport, Work
 
 T = TypeVar("T")
 MARGIN_S = 60.0
@@ -195,7 +195,7 @@ class Controller:
         self._commit_later()
         return work
 
-    async def progress(self, chunks: list[PrefixChunk]) -> None:
+    async def progress(self, chunks: list[SealedChunk]) -> None:
         """Of what is new here nobody waits for tokens, neither to be read nor to be durable; only for the slots of groups that they showed
         to be too old."""
         num_live = len(self.core.state.live)

@@ -37,7 +37,7 @@ from slipstream.controller.timing import StepTimes
 from slipstream.controller.versions import Broker, check_manifest, check_report
 from slipstream.errors import CheckpointError
 from slipstream.protocols import CheckpointManifest, Clock, EngineInService, Manifest, Observer, WeightsOffer
-from slipstream.types import Batch, EngineReport, EvalResult, Group, PrefixChunk, StepReport, Work
+from slipstream.types import Batch, EngineReport, EvalResult, Group, SealedChunk, StepReport, Work
 
 
 class ControllerCore:
@@ -164,7 +164,7 @@ class ControllerCore:
             return None
         return Work(assignments=tuple(assignments), evaluation=evaluation, cancel=cancel)
 
-    def progress(self, chunks: Sequence[PrefixChunk]) -> None:
+    def progress(self, chunks: Sequence[SealedChunk]) -> None:
         self.check()
         self.intake.progress(chunks)
         self._give_up_stale()

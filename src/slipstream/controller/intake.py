@@ -23,16 +23,10 @@ from slipstream.controller.timing import StepTimes
 from slipstream.controller.totals import CANCELLED, INTERRUPTED, short_cause
 from slipstream.errors import LedgerError, RunFailed
 from slipstream.protocols import Clock
-from slipstream.types import Assignment, Draw, Group, GroupStatus, PrefixChunk
+from slipstream.types import Assignment, Draw, Group, GroupStatus, SealedChunk
 
 _PLACE = attrgetter("group_id", "sample", "start")
 UNFIT_CAUSES = ("prompt does not fit", "bad prompt", "chat template")  # failures that another attempt cannot change
-
-
-def _oldest_version(chunk: PrefixChunk) -> int:
-    """Among its tokens; -1 where there are none."""
-    spans = chunk.spans
-    return spans[0].version if len(spans) == 1 else min([span.version for span in spans], default=-1)
 
 
 class Intake:
@@ -130,7 +124,8 @@ class Intake:
         self._running_since[group_id] = self._clock.now()
         prefixes = self._journal.ledger.prefixes(group_id, group.attempt_of) if group.prefix_tokens else ()
         for prefix in prefixes:
-            self._note_end(prefix)  # recorded: the worker that goes on says so once more
+            if prefix.stop_reason is not None:  # recorded: the worker that goes on says so once more
+                self._note_end(group_id, prefix.sample)
         return Assignment(
             group_id=group_id,
             attempt=group.attempt,
@@ -158,14 +153,14 @@ class Intake:
         active = self._config.rollout.num_samples * len(self._running_since) - self._num_ended
         return max(0, slots - active) / slots
 
-    def progress(self, chunks: Sequence[PrefixChunk]) -> None:
+    def progress(self, chunks: Sequence[SealedChunk]) -> None:
         """Record chunks; what is known already, or belongs to an attempt that is over, is left out."""
-        fresh: list[PrefixChunk] = []
+        fresh: list[SealedChunk] = []
         facts: list[tuple[int, int, int, int, int, int]] = []
         lengths: dict[tuple[int, int], int] = {}
         live = self._state.live
         for chunk in sorted(chunks, key=_PLACE):
-            group_id, sample, start, num_tokens = chunk.group_id, chunk.sample, chunk.start, len(chunk.token_ids)
+            group_id, sample, start, num_tokens = chunk.group_id, chunk.sample, chunk.start, chunk.num_tokens
             group = live.get(group_id)
             if group is None or group.status is not GroupStatus.RUNNING or group.attempt_of(sample) != chunk.attempt:
                 continue
@@ -174,26 +169,27 @@ class Intake:
                 length = group.prefix_tokens.get(sample, 0)
             end = start + num_tokens
             if end == 0:
-                self._note_end(chunk)  # nothing to go on from, so nothing to record
-            elif end > length or (start == length and chunk.stop_reason is not None and not self._has_ended(chunk)):
+                if chunk.ended:
+                    self._note_end(group_id, sample)  # nothing to go on from, so nothing to record
+            elif end > length or (start == length and chunk.ended and not self._has_ended(group_id, sample)):
                 fresh.append(chunk)
-                facts.append((group_id, sample, chunk.attempt, start, num_tokens, _oldest_version(chunk)))
+                facts.append((group_id, sample, chunk.attempt, start, num_tokens, chunk.oldest_version))
                 lengths[group_id, sample] = end
         if not fresh:
             return
         self._journal.record(ev.PrefixesRecorded(chunks=tuple(facts)), fresh)
         for chunk in fresh:
-            if chunk.stop_reason is not None:
-                self._note_end(chunk)
+            if chunk.ended:
+                self._note_end(chunk.group_id, chunk.sample)
 
-    def _has_ended(self, chunk: PrefixChunk) -> bool:
-        return chunk.sample in self._ended_samples.get(chunk.group_id, ())
+    def _has_ended(self, group_id: int, sample: int) -> bool:
+        return sample in self._ended_samples.get(group_id, ())
 
-    def _note_end(self, chunk: PrefixChunk) -> None:
-        if chunk.stop_reason is not None and chunk.group_id in self._running_since:
-            ended = self._ended_samples.setdefault(chunk.group_id, set())
-            self._num_ended += chunk.sample not in ended
-            ended.add(chunk.sample)
+    def _note_end(self, group_id: int, sample: int) -> None:
+        if group_id in self._running_since:
+            ended = self._ended_samples.setdefault(group_id, set())
+            self._num_ended += sample not in ended
+            ended.add(sample)
 
     def interrupted(self, group_id: int, sample: int, attempt: int, num_tokens: int) -> bool:
         """New weights stopped a rollout: whether it may start anew. A second report of the same attempt gets the same answer."""

@@ -10,7 +10,7 @@ from slipstream.controller.ledger import Ledger
 from slipstream.controller.state import RunState, apply
 from slipstream.errors import RunFailed
 from slipstream.protocols import Observer
-from slipstream.types import EvalResult, Group, PrefixChunk
+from slipstream.types import EvalResult, Group, SealedChunk
 
 
 class Journal:
@@ -22,7 +22,7 @@ class Journal:
         self._torn = False  # the ledger missed an event
         self._outbox: list[Callable[[], None]] = []
 
-    def record(self, event: ev.Event, data: Group | Sequence[PrefixChunk] | EvalResult | None = None) -> None:
+    def record(self, event: ev.Event, data: Group | Sequence[SealedChunk] | EvalResult | None = None) -> None:
         """Apply the event and append it with the data that belongs to it; LedgerError, without effect, for an illegal one."""
         self.state = apply(self.state, event)
         with self._tearing():

@@ -3,7 +3,7 @@
     events       what happened, in order; the run's state is their fold
     incarnations index of the RunStarted events: which stretch of the log is alive
     groups       the records of finished groups, as the bytes that travel on the wire
-    prefixes     chunks of running rollouts: those of one group and event in one row, under the key of its first
+    prefixes     chunks of running rollouts, in the bytes they came in: those of one group and event in one row, under the key of its first
     batches, evaluations, versions, checkpoints
 
 An event and its data are committed together: `append` and `put` collect in one transaction, `commit` makes it durable (WAL,
@@ -23,9 +23,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from slipstream.controller import events as ev
 from slipstream.errors import LedgerError, RunFolderError
-from slipstream.types import EvalResult, Group, PrefixChunk, decode, encode, merge_chunks
+from slipstream.types import EvalResult, Group, PrefixChunk, SealedChunk, decode, encode, merge_chunks
 
 APPLICATION_ID = 0x736C7374  # "slst"
 SCHEMA_VERSION = 1
@@ -245,7 +247,7 @@ class Ledger(LedgerReader):
                 row = {"step": point.step, "ledger_seq": point.ledger_seq, "checksum": event.weights_checksum}
                 self._replace("checkpoints", common | row)
 
-    def put(self, data: Group | Sequence[PrefixChunk] | EvalResult, incarnation: int) -> None:
+    def put(self, data: Group | Sequence[SealedChunk] | EvalResult, incarnation: int) -> None:
         """Add the data of the event just appended, as the bytes that travel on the wire. Chunks come in order of group."""
         common = {"incarnation": incarnation, "seq": self._seq}
         if isinstance(data, Group):
@@ -255,7 +257,7 @@ class Ledger(LedgerReader):
             self._replace("evaluations", {"number": data.number, "version": data.version} | common | {"payload": encode(data)})
         else:
             rows = [
-                (c.group_id, c.attempt, c.sample, c.start, incarnation, self._seq, encode([c, *more] if more else c))
+                (c.group_id, c.attempt, c.sample, c.start, incarnation, self._seq, _joined([c, *more]) if more else c.data)
                 for c, *more in (chunks for _, chunks in groupby(data, key=_group_id))
             ]
             with self._errors():
@@ -312,6 +314,11 @@ class Ledger(LedgerReader):
             self._db.execute(sql, values)
         except sqlite3.Error as error:
             raise translate(error, self.path) from error
+
+
+def _joined(chunks: list[SealedChunk]) -> bytes:
+    """The bytes of the list of the chunks that are sealed in these."""
+    return encode([msgspec.Raw(chunk.data) for chunk in chunks])
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 
 from slipstream.protocols import NEVER, ControllerAPI, Generation
-from slipstream.types import PrefixChunk, Span, StopReason
+from slipstream.types import PrefixChunk, Span, StopReason, seal
 
 PREFIX_CHUNK_TOKENS = 64
 
@@ -152,7 +152,7 @@ class PrefixRecorder:
             if not prefixes:
                 return
             chunks = [prefix.chunk() for prefix in prefixes]
-            await self._controller.progress(chunks)
+            await self._controller.progress([seal(chunk) for chunk in chunks])
             for prefix, chunk in zip(prefixes, chunks, strict=True):
                 prefix.num_recorded += len(chunk.token_ids)
                 prefix.ended = chunk.stop_reason is not None
