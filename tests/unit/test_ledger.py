@@ -11,12 +11,14 @@ import sys
 import numpy as np
 import pytest
 from controller_fakes import rollout
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slipstream.controller import events as ev
 from slipstream.controller import ledger as ledger_module
 from slipstream.controller.ledger import DATA_TABLES, Ledger, LedgerReader
 from slipstream.errors import LedgerError, RunFolderError
-from slipstream.types import Draw, EvalResult, Group, PrefixChunk, SealedChunk, Span, StopReason, encode, seal
+from slipstream.types import Draw, EvalResult, Group, PrefixChunk, SealedChunk, Span, StopReason, decode, encode, merge_chunks, seal
 
 
 def admitted(group_id: int) -> ev.Admitted:
@@ -118,6 +120,36 @@ def test_chunks_of_one_event_share_a_row_per_group(path):
         ]
         with pytest.raises(LedgerError, match="refuses a row"):
             ledger.put([chunk(3, 1)], 1)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 3), max_size=3), st.booleans()), min_size=1, max_size=5))
+def test_a_row_holds_the_very_bytes_of_its_chunks(drawn):
+    """`drawn`: for each chunk its tokens, the versions of its spans, whether it ends its rollout."""
+    chunks = [
+        PrefixChunk(
+            group_id=0,
+            sample=sample,
+            attempt=0,
+            prompt_length=5,
+            start=0,
+            token_ids=np.arange(tokens, dtype=np.int32),
+            logprobs=np.full(tokens, -0.5, np.float32),
+            spans=tuple(Span(5 + at, 6 + at, 1, version, "e") for at, version in enumerate(versions)),
+            stop_reason=StopReason.LENGTH if ended else None,
+        )
+        for sample, (tokens, versions, ended) in enumerate(drawn)
+    ]
+    sealed = [seal(each) for each in chunks]
+    facts = [(s.sample, s.num_tokens, s.oldest_version, s.ended) for s in sealed]
+    assert facts == [(i, tokens, min(versions, default=-1), ended) for i, (tokens, versions, ended) in enumerate(drawn)]
+    assert decode(encode(sealed), list[SealedChunk]) == sealed
+    with Ledger.open(":memory:") as ledger:
+        ledger.append(admitted(0), 1)
+        ledger.put(sealed, 1)
+        (row,) = ledger._rows("SELECT payload FROM prefixes")
+        assert row == (encode(chunks) if len(chunks) > 1 else encode(chunks[0]),)
+        assert [encode(p) for p in ledger.prefixes(0, lambda sample: 0)] == [encode(merge_chunks([each])) for each in chunks]
 
 
 def test_a_deterministic_resume_supersedes_what_came_after_its_checkpoint(path):

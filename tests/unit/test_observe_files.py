@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,6 +50,11 @@ def test_values_are_strict_json(tmp_path):
     assert line["loss"] is None and line["ratio_max"] is None
     assert line["non_finite"] == ["loss", "ratio_max"]  # so null is not mistaken for "not applicable"
     assert line["entropy"] == 0.5
+    JsonLines(tmp_path / "values.jsonl").write(
+        {"a": (np.int64(3), np.bool_(True), [np.float32(math.nan)]), 2: np.float64(1.5), "b": Path("x"), "c": StopReason.STOP, "d": "ü"}
+    )
+    text = (tmp_path / "values.jsonl").read_text(encoding="utf-8")
+    assert json.loads(text) == {"a": [3, True, [None]], "2": 1.5, "b": "x", "c": "stop", "d": "ü"} and text.endswith("\n")
 
 
 def test_each_line_is_on_disk_when_write_returns(tmp_path):

@@ -315,6 +315,7 @@ def test_a_quick_call_has_a_deadline(monkeypatch):
         async with Wired() as w:
             with pytest.raises(DeadlineExceeded, match="waited 1 s for the controller to answer commit_checkpoint"):
                 await w.client.commit_checkpoint("tmp", _checkpoint())
+            assert await w.client.begin_write() == 2, "the others go on, and the late answer is nobody's"
 
     run(main())
 

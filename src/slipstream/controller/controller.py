@@ -203,7 +203,7 @@ class Controller:
         self._moved_at = self._woken_at = asyncio.get_running_loop().time()
         if len(self.core.state.live) < num_live:
             self.wake()
-        else:
+        elif any(chunk.ended for chunk in chunks):
             self.core.measure_idle()
         self._commit_later()
 

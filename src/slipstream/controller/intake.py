@@ -147,11 +147,11 @@ class Intake:
 
     def free_engine_slots(self) -> float:
         """The share of engine slots that stand free behind the closed gate."""
-        if self.gate > 0 or not self._state.next_draw:
-            return 0.0
         slots = self._config.engine.slots * max(1, len(self._state.engines))
         active = self._config.rollout.num_samples * len(self._running_since) - self._num_ended
-        return max(0, slots - active) / slots
+        if active >= slots or self.gate > 0 or not self._state.next_draw:
+            return 0.0
+        return (slots - active) / slots
 
     def progress(self, chunks: Sequence[SealedChunk]) -> None:
         """Record chunks; what is known already, or belongs to an attempt that is over, is left out."""

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 
-def plain(value: Any) -> Any:
-    """The value as strict JSON can hold it: numpy scalars become numbers, NaN and infinity become None, tuples become lists."""
-    if isinstance(value, bool) or value is None or isinstance(value, str):
-        return value
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, int):
-        return int(value)
-    item = getattr(value, "item", None)  # numpy and torch scalars
-    return plain(item()) if callable(item) else str(value)
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form for: numpy and torch scalars are numbers, everything else is what it prints as."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) else str(value)
+
+
+_encode = msgspec.json.Encoder(enc_hook=_plain).encode  # strict: NaN and infinity become null
 
 
 class JsonLines:
@@ -31,12 +25,13 @@ class JsonLines:
     def __init__(self, path: Path):
         self.path = path
         torn = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab")
         if torn:
-            self._file.write("\n")
+            self._file.write(b"\n")
 
-    def write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(plain(line), ensure_ascii=False, allow_nan=False) + "\n")
+    def write(self, line: Any) -> None:
+        """Append one object: a dictionary, or a dataclass as one."""
+        self._file.write(_encode(line) + b"\n")
         self._file.flush()
 
     def close(self) -> None:

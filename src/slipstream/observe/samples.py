@@ -7,7 +7,7 @@ model does, not its best day. `slipstream samples` shows them by step, best or w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,13 @@ class SamplesFile:
 
     def write_step(self, step: int, incarnation: int, groups: tuple[Group, ...]) -> None:
         for group, rollout in pick_rollouts(step, groups, self._per_step):
-            self._lines.write(asdict(sample_of(step, incarnation, group, rollout)))
+            self._lines.write(sample_of(step, incarnation, group, rollout))
 
     def write_evaluation(self, result: EvalResult) -> None:
         for item in sorted(result.items, key=lambda i: i.row)[:EVALUATION_ITEMS]:
             if item.completions:
                 prompt = self._describe_item(item.row) if self._describe_item else ""
-                self._lines.write(asdict(_sample_of_item(result, item, prompt)))
+                self._lines.write(_sample_of_item(result, item, prompt))
 
     def close(self) -> None:
         self._lines.close()
