@@ -2,7 +2,7 @@
 
 Shapes: L = tokens of one rollout, k = entries per token of an aligned array, G = rollouts of a group, P = groups of a batch.
 Every record is a frozen msgspec struct; `encode` and `decode` give the bytes that travel on every wire and lie in the ledger
-(msgpack header, raw array buffers), so a record is encoded once and forwarded unchanged.
+(msgpack header, raw array buffers). Recorded tokens, the most of what travels, are encoded once, where they are sampled (`SealedChunk`).
 """
 
 from __future__ import annotations
