@@ -1,14 +1,15 @@
 """Curves and a table from finished runs: what docs/results.md shows.
 
-    python benchmarks/curves.py OUT.svg TITLE RUNFOLDER [RUNFOLDER ...]
+    python benchmarks/curves.py [--by-steps] OUT.svg TITLE [NAME=]RUNFOLDER ...
 
-Draws held-out and sampled training reward against wall-clock, one colour per run, and prints one table row per run. Needs matplotlib.
+Draws held-out and sampled training reward against wall-clock, or against steps, one colour per run, and prints one table row per
+run. A run is called NAME, or by its seed. Needs matplotlib.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -62,36 +63,43 @@ def row(folder: Path, metrics: Metrics) -> list[str]:
     return [str(config["run"]["seed"]), str(len(metrics.steps)), *(f"{value:.3g}" for value in values)]
 
 
-def times(metrics: Metrics) -> dict[int, float]:
-    """Seconds of the run at which each version was finished."""
-    return {0: 0.0} | {int(line["version"]): line["time_s"] for line in metrics.steps}
+def finished(metrics: Metrics, by_steps: bool) -> list[float]:
+    """Where each version stands on the horizontal axis: steps, or seconds of the run, at which it was finished."""
+    return [0.0, *(line["version"] if by_steps else line["time_s"] for line in metrics.steps)]
 
 
-def draw(runs: list[tuple[Path, Metrics]], title: str, target: Path) -> None:
+def draw(runs: list[tuple[str, Metrics]], title: str, target: Path, by_steps: bool) -> None:
     figure, axis = plt.subplots(figsize=(7, 4))
-    for (folder, metrics), colour in zip(runs, COLOURS * len(runs), strict=False):
-        at = times(metrics)
-        seed = tomllib.loads((folder / "config.toml").read_text())["run"]["seed"]
-        evaluated = [(at[line["version"]], line["eval_reward"]) for line in metrics.evaluations if line["version"] in at]
-        axis.plot(*zip(*evaluated, strict=True), color=colour, marker="o", markersize=3, label=f"seed {seed}: held out, greedy")
+    for (name, metrics), colour in zip(runs, COLOURS * len(runs), strict=False):
+        at = finished(metrics, by_steps)
+        evaluated = [(at[line["version"]], line["eval_reward"]) for line in metrics.evaluations if line["version"] < len(at)]
+        axis.plot(*zip(*evaluated, strict=True), color=colour, marker="o", markersize=3, label=f"{name}: held out, greedy")
         sampled = [line["reward_mean"] for line in metrics.steps]
         smooth = [mean(sampled[max(0, i - LAST_STEPS + 1) : i + 1]) for i in range(len(sampled))]
-        axis.plot([line["time_s"] for line in metrics.steps], smooth, color=colour, linewidth=0.8, alpha=0.6, label="training, sampled")
-    axis.set(title=title, xlabel="wall-clock, s", ylabel="reward", ylim=(0, 1.02))
+        axis.plot(at[1:], smooth, color=colour, linewidth=0.8, alpha=0.6, label="training, sampled")
+    axis.set(title=title, xlabel="steps" if by_steps else "wall-clock, s", ylabel="reward", ylim=(0, 1.02))
     axis.grid(alpha=0.25)
     axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(runs), frameon=False)
     figure.tight_layout()
     figure.savefig(target, metadata={"Date": None})
 
 
-def main(arguments: list[str]) -> None:
-    target, title, *folders = arguments
-    runs = [(Path(folder), read_metrics(Path(folder))) for folder in folders]
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target", type=Path)
+    parser.add_argument("title")
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]RUNFOLDER")
+    parser.add_argument("--by-steps", action="store_true", help="the horizontal axis: steps, not wall-clock")
+    options = parser.parse_args()
+    runs = []
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS))
-    for folder, metrics in runs:
-        print("| " + " | ".join(row(folder, metrics)) + " |")
-    draw(runs, title, Path(target))
+    for given in options.runs:
+        name, _, folder = given.rpartition("=")
+        metrics, cells = read_metrics(Path(folder)), row(Path(folder), read_metrics(Path(folder)))
+        print("| " + " | ".join(cells) + " |")
+        runs.append((name or f"seed {cells[0]}", metrics))
+    draw(runs, options.title, options.target, options.by_steps)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
