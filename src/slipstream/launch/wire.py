@@ -414,7 +414,7 @@ async def within(future: asyncio.Future[Any], deadline_s: float, what: str) -> A
 
     timer = loop.call_later(1.0, tick, math.ceil(deadline_s) - 1)
     try:
-        return await future  # and not `asyncio.wait`, which costs a sixth of a call at its caller
+        return await future  # and not `asyncio.wait`, which costs a caller more
     finally:
         timer.cancel()
 
