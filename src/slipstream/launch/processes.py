@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import os
 import shutil
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -187,6 +189,21 @@ def child_setup() -> Child:
     first, *others = [Child(each, shared.part(each.options["experiment"]), _slots(each), base) for each in (spec, *spec.others)]
     first.others = others
     return first
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Around a role's imports: torch and transformers make some million objects and next to no garbage.
+
+    Without the garbage collector they come in a fifth less time (5.4 s, 4.3 s); and since it passes over all of them from then on, the
+    process ends in 0.3 s in place of 1.3 s. For processes of our own alone: a caller's objects are not ours to set aside for good.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _slots(spec: ChildSpec) -> list[MemoryFile]:

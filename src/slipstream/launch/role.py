@@ -20,7 +20,7 @@ from pathlib import Path
 from slipstream.config.load import load_config
 from slipstream.deadlines import LOAD_S
 from slipstream.launch.context import RunContext
-from slipstream.launch.processes import Child, child_setup
+from slipstream.launch.processes import Child, child_setup, importing
 from slipstream.launch.together import together
 from slipstream.launch.wire import RemoteController, connect
 
@@ -60,7 +60,8 @@ def context_of(child: Child) -> RunContext:
 async def run_engine_role(child: Child, controller: RemoteController) -> None:
     context = context_of(child)
     if context.config.engine.type == "vllm":
-        from slipstream.launch.assemble_vllm import run_vllm_role
+        with importing():
+            from slipstream.launch.assemble_vllm import run_vllm_role
 
         await run_vllm_role(child, context, controller)
     else:
@@ -68,10 +69,11 @@ async def run_engine_role(child: Child, controller: RemoteController) -> None:
 
 
 async def _run_embedded(child: Child, context: RunContext, controller: RemoteController) -> None:
-    from slipstream.engines.embedded.loop import run_engine
-    from slipstream.launch.assemble import build_engine, build_weights
-    from slipstream.launch.engine_socket import serve, socket_path
-    from slipstream.models.loading import load_model
+    with importing():
+        from slipstream.engines.embedded.loop import run_engine
+        from slipstream.launch.assemble import build_engine, build_weights
+        from slipstream.launch.engine_socket import serve, socket_path
+        from slipstream.models.loading import load_model
 
     engine = build_engine(context.config, child.spec.role, load=child.base or load_model)
     wake = asyncio.Event()
@@ -82,10 +84,11 @@ async def _run_embedded(child: Child, context: RunContext, controller: RemoteCon
 
 
 async def run_trainer_role(child: Child, controller: RemoteController) -> None:
-    from slipstream.launch.assemble import build_trainer
-    from slipstream.models.loading import load_model
-    from slipstream.trainer.freed_memory import keep_freed_memory
-    from slipstream.trainer.loop import run_trainer
+    with importing():
+        from slipstream.launch.assemble import build_trainer
+        from slipstream.models.loading import load_model
+        from slipstream.trainer.freed_memory import keep_freed_memory
+        from slipstream.trainer.loop import run_trainer
 
     context = context_of(child)
     trainer, publisher = build_trainer(context, child.slots, load=child.base or load_model)
@@ -97,8 +100,9 @@ async def run_trainer_role(child: Child, controller: RemoteController) -> None:
 
 
 async def run_rollout_role(child: Child, controller: RemoteController) -> None:
-    from slipstream.launch.assemble_worker import run_rollout_worker
-    from slipstream.scoring.scorers import make_scorers
+    with importing():
+        from slipstream.launch.assemble_worker import run_rollout_worker
+        from slipstream.scoring.scorers import make_scorers
 
     context = context_of(child)
     scorers = make_scorers(context.config.reward)
@@ -106,8 +110,9 @@ async def run_rollout_role(child: Child, controller: RemoteController) -> None:
 
 
 async def run_logprobs_role(child: Child, controller: RemoteController) -> None:
-    from slipstream.launch.assemble import build_logprobs
-    from slipstream.launch.logprob_socket import run_logprobs
+    with importing():
+        from slipstream.launch.assemble import build_logprobs
+        from slipstream.launch.logprob_socket import run_logprobs
 
     context = context_of(child)
     stage = build_logprobs(context.config)
