@@ -16,6 +16,7 @@ import os
 import platform
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -120,6 +121,7 @@ class Report:
                 "date": datetime.date.today().isoformat(),
                 "machine": machine() | {"load_before": self.load_before, "load_after": _load()},
                 "took_s": round(time.monotonic() - self.started if self.took_s is None else self.took_s, 1),
+                "revision": revision(),
                 "sources": self.sources,
                 "figures": self.figures,
                 "tables": [asdict(table) for table in self.tables],
@@ -199,6 +201,16 @@ def _rounds(measured: float | Sequence[float]) -> Sequence[float]:
 def _load() -> float:
     """Mean number of processes that wanted to run in the last minute."""
     return round(os.getloadavg()[0], 2)
+
+
+def revision() -> str:
+    """The commit that was measured, and whether its code was changed since; empty where there is no repository."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    head = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=False)
+    if head.returncode:
+        return ""
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ".", "../src"], check=False).returncode
+    return head.stdout.strip() + (" with changes" if changed else "")
 
 
 def machine() -> dict[str, Any]:

@@ -41,9 +41,10 @@ def rendered(record: dict[str, Any]) -> str:
         if "load_before" in m
         else f"load {m['load_1m']:g} at its end"
     )
+    revision = f", code at {record['revision']}" if record.get("revision") else ""
     parts.append(
         f"`{record['command']}`, {record['date']}, {m['cores']} cores of {m['cpu']}, {m['memory_gib']:g} GiB, Python {m['python']}"
-        f"{', ' + versions if versions else ''}; {load}, took {record['took_s']:.0f} s."
+        f"{', ' + versions if versions else ''}{revision}; {load}, took {record['took_s']:.0f} s."
         f"{' ' + record['sources'] if record.get('sources') else ''}"
     )
     return "\n\n".join(parts)
