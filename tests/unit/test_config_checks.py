@@ -196,8 +196,9 @@ def test_all_conflicts_are_raised_together_and_a_callable_needs_no_reward_table(
 
 def test_the_builtin_rewards_are_those_of_scoring() -> None:
     from slipstream.scoring.builtin import BUILTIN_REWARDS as functions
+    from slipstream.scoring.scorers import JUDGE
 
-    assert set(BUILTIN_REWARDS) == set(functions)
+    assert set(BUILTIN_REWARDS) == {*functions, JUDGE}
 
 
 def test_arithmetic_of_the_settings() -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
+from openai_fake import refuses, says, server
 
 from slipstream.cli import main as cli
 from slipstream.config.load import load_config
-from slipstream.engines.openai import OpenAIClient, find_model
+from slipstream.engines.openai import OpenAIClient
 from slipstream.errors import ConfigError, EngineRefused, RunFailed
+from slipstream.openai_api import find_model
 from slipstream.protocols import Generation
 from slipstream.types import GenerateRequest, Purpose, Sampling, StopReason
 
@@ -35,53 +35,11 @@ REQUEST = GenerateRequest(
     stop_token_ids=(STOP,),
     messages=({"role": "user", "content": "2 + 2 ="},),
 )
-Answer = Callable[[dict[str, Any]], "web.Response | dict[str, Any]"]
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-def says(text: str, finish_reason: str = "stop", **choice: Any) -> dict[str, Any]:
-    message = {"role": "assistant", "content": text}
-    return {
-        "id": "a",
-        "object": "chat.completion",
-        "created": 0,
-        "model": "m",
-        "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, **choice}],
-    }
-
-
-def refuses(status: int, message: str = "no", **error: Any) -> web.Response:
-    return web.json_response({"error": {"message": message, **error}}, status=status)
-
-
-@asynccontextmanager
-async def server(answer: Answer, models: tuple[str, ...] = ("m",)) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
-    """Its base URL, and the bodies that it was asked with."""
-    bodies: list[dict[str, Any]] = []
-
-    async def complete(request: web.Request) -> web.Response:
-        bodies.append(await request.json())
-        given = answer(bodies[-1])
-        return given if isinstance(given, web.Response) else web.json_response(given)
-
-    async def list_models(request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": name, "object": "model"} for name in models]})
-
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", complete)
-    app.router.add_get("/v1/models", list_models)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", bodies
-    finally:
-        await runner.cleanup()
 
 
 async def ask(url: str, request: GenerateRequest = REQUEST, **options: Any) -> Generation:
@@ -158,7 +116,7 @@ async def test_a_server_that_is_not_there_is_named():
     with pytest.raises(EngineRefused, match=r"127\.0\.0\.1:9"):
         await ask("http://127.0.0.1:9/v1", num_retries=0)
     with pytest.raises(ConfigError, match="is it running"):
-        await find_model("http://127.0.0.1:9/v1", None)
+        await find_model("http://127.0.0.1:9/v1", None, "engine.urls", "engine.model")
 
 
 async def test_models_that_want_the_newer_name_of_the_limit_get_it():
@@ -174,11 +132,11 @@ async def test_models_that_want_the_newer_name_of_the_limit_get_it():
 
 async def test_the_only_model_of_a_server_needs_no_name():
     async with server(lambda body: says("")) as (url, _):
-        assert await find_model(url, None) == "m"
-        assert await find_model(url, "other") == "other"
+        assert await find_model(url, None, "engine.urls", "engine.model") == "m"
+        assert await find_model(url, "other", "engine.urls", "engine.model") == "other"
     async with server(lambda body: says(""), models=("a", "b")) as (url, _):
         with pytest.raises(ConfigError, match=r"engine\.model.*2 models \(a, b\)"):
-            await find_model(url, None)
+            await find_model(url, None, "engine.urls", "engine.model")
 
 
 OVERRIDES = ["--engine.type", "openai", "--engine.urls", '["http://127.0.0.1:9/v1"]', "--reward", "[{function = 'exact'}]"]

@@ -99,12 +99,13 @@ async def open_session(config: Config, checkpoint: Path | None = None, *, scored
 
 async def open_server(config: Config, renderer: Renderer, info: ModelInfo, held: AsyncExitStack) -> EngineClient:
     """The servers of `engine.urls`."""
-    from slipstream.engines.openai import OpenAIClient, find_model
+    from slipstream.engines.openai import MODEL_KEY, URL_KEY, OpenAIClient
+    from slipstream.openai_api import find_model
 
     engine, tokenizer = config.engine, renderer.tokenizer
     client = OpenAIClient(
         engine.urls,
-        await find_model(engine.urls[0], engine.model),
+        await find_model(engine.urls[0], engine.model, URL_KEY, MODEL_KEY),
         slots=engine.slots,
         timeout_s=config.rollout.timeout_s,
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),

@@ -6,6 +6,7 @@ Each check takes the config and yields `Conflict`s; all run, so a person sees ev
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from slipstream.config.paths import is_inline_template, resolve_path
 from slipstream.config.settings import Config
 
 TIMES = re.compile(r"^(?!reward/).*(_s|_idle_fraction)$")  # metrics that measure time
-BUILTIN_REWARDS = ("exact", "number", "regex")
+BUILTIN_REWARDS = ("exact", "number", "regex", "judge")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +207,12 @@ def _rewards(config: Config, reward_given: bool) -> Iterator[Conflict]:
             yield Conflict((f"reward.{index}.options",), "regex needs a pattern: options = {pattern = '...'}")
         elif reward.function == "regex" and (problem := _pattern_problem(reward.options["pattern"])):
             yield Conflict((f"reward.{index}.options",), f"pattern = {reward.options['pattern']!r}: {problem}")
+        elif reward.function == "judge" and "url" not in reward.options:
+            yield Conflict((f"reward.{index}.options",), 'a judge needs a server: options = {url = "http://host:port/v1"}')
+        if reward.function == "judge" and importlib.util.find_spec("openai") is None:
+            yield Conflict(
+                (f"reward.{index}.function",), "judge needs the package openai, which is not installed; pip install 'slipstream[openai]'"
+            )
     for name, count in Counter(reward.name for reward in config.reward if reward.name).items():
         if count > 1:
             yield Conflict(("reward",), f'{count} rewards are named "{name}"; metrics are kept by name, so give each its own')

@@ -62,7 +62,9 @@ class DataSettings(Settings):
 
 
 class RewardSettings(Settings):
-    function: str = Field(description="exact | number | regex, 'package.module:function', or 'file.py:function' beside the run file.")
+    function: str = Field(
+        description="exact | number | regex | judge, 'package.module:function' or 'file.py:function' beside the run file."
+    )
     name: str | None = Field(default=None, description="Name in the metrics; the function's name by default.")
     weight: float = Field(default=1.0, description="Its share of the reward, a weighted sum of the applicable scores; 0 only measures.")
     timeout_s: float = Field(default=30.0, gt=0, description="Deadline for one group; past it the group is recorded as failed.")

@@ -17,6 +17,7 @@ from slipstream.scoring.threads import ThreadCalls
 from slipstream.types import Group, Score
 
 INLINE_REWARDS = ("exact", "number")  # pure and quick; regex runs in a child: a pattern may take for ever
+JUDGE = "judge"
 
 
 class InlineScorer:
@@ -69,6 +70,10 @@ def make_scorers(rewards: Sequence[RewardSettings], callables: Sequence[Callable
 def _from_settings(settings: RewardSettings, name: str) -> Scorer:
     if settings.function in INLINE_REWARDS:
         return InlineScorer(RewardFunction(BUILTIN_REWARDS[settings.function], name, settings.weight, settings.options))
+    if settings.function == JUDGE:
+        from slipstream.scoring.judge import JudgeScorer  # which needs the openai package
+
+        return JudgeScorer(settings.options, name=name, weight=settings.weight, timeout_s=settings.timeout_s)
     if settings.function not in BUILTIN_REWARDS:
         split_spec(settings.function)
     return ProcessScorer(settings.function, name=name, weight=settings.weight, options=settings.options, timeout_s=settings.timeout_s)
