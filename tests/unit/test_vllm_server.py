@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import pytest
 from fake_vllm import FakeVllm
 
 from slipstream.engines.vllm import environment as environments
-from slipstream.engines.vllm.attach import MODEL_KEYS, Needs, attach
+from slipstream.engines.vllm.attach import KEY_VARIABLE, MODEL_KEYS, Attached, Needs, _private, attach, clear_note
 from slipstream.engines.vllm.client import Client, Refused
 from slipstream.engines.vllm.environment import PLUGIN, VllmEnvironment, clean_environment, find_environment
 from slipstream.engines.vllm.labels import version_of
@@ -218,22 +220,22 @@ asyncio.run(main())
 
 
 ABOUT = {
-    "backend": "slipstream_shared_memory", "logprobs_mode": "processed_logprobs", "slots": 32,
+    "backend": "slipstream_shared_memory", "logprobs_mode": "processed_logprobs", "slots": 32, "device": "cpu",
     "model": {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2},
 }  # fmt: skip
 NEEDS = Needs(max_context=100, slots=32, backend="slipstream_shared_memory", model=ABOUT["model"])
 
 
-def attach_to(tmp_path: Path, prepare: Callable[[FakeVllm], None]) -> str:
-    async def main() -> str:
+def attach_to(tmp_path: Path, prepare: Callable[[FakeVllm], None], socket: str | None = "s") -> Attached:
+    async def main() -> Attached:
         fake = FakeVllm()
         fake.about = dict(ABOUT)
         prepare(fake)
-        url = await fake.start(tmp_path / "s")
+        url = await fake.start(tmp_path / socket if socket else None)
         try:
-            client, model = await attach(url, NEEDS)
-            await client.close()
-            return model
+            attached = await attach(url, NEEDS)
+            await attached.client.close()
+            return attached
         finally:
             await fake.stop()
 
@@ -241,7 +243,8 @@ def attach_to(tmp_path: Path, prepare: Callable[[FakeVllm], None]) -> str:
 
 
 def test_a_running_server_is_taken_under_its_own_name(tmp_path: Path) -> None:
-    assert attach_to(tmp_path, lambda fake: None) == "theirs"
+    attached = attach_to(tmp_path, lambda fake: None)
+    assert attached.model == "theirs" and attached.notes == ()
 
 
 @pytest.mark.parametrize(
@@ -261,6 +264,34 @@ def test_a_running_server_is_taken_under_its_own_name(tmp_path: Path) -> None:
 def test_running_servers_that_will_not_do(tmp_path: Path, attribute: str, value: object, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         attach_to(tmp_path, lambda fake: setattr(fake, attribute, value))
+
+
+def test_a_port_that_wants_a_key_is_taken_and_one_that_does_not_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it may be that whoever started it gave it the key for /v1 alone, with vLLM's --api-key."""
+    monkeypatch.setenv(KEY_VARIABLE, "sesame")
+    attach_to(tmp_path, lambda fake: setattr(fake, "key", "sesame"), socket=None)
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:\d+ answers its control route /is_paused without a key.*RequireKey"):
+        attach_to(tmp_path, lambda fake: None, socket=None)
+
+
+@pytest.mark.parametrize(("folder", "socket", "taken"), [(0o700, 0o777, True), (0o755, 0o755, True), (0o755, 0o777, False)])
+def test_a_socket_without_a_key_is_taken_where_only_this_user_can_connect(folder: int, socket: int, taken: bool) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        place = Path(root) / "s"
+        place.touch()
+        place.chmod(socket)
+        Path(root).chmod(folder)
+        assert _private(place) == taken
+
+
+def test_what_a_person_should_know_of_a_server(tmp_path: Path) -> None:
+    attached = attach_to(tmp_path, lambda fake: setattr(fake, "about", ABOUT | {"device": "cuda"}))
+    assert len(attached.notes) == 1 and "vLLM 0.32.0 was tested in its CPU build alone, and this one computes on cuda" in attached.notes[0]
+    assert environment().notes == () and "computes on a GPU" in replace(environment(), on_cpu=False).notes[0]
+    for url in ("http://gpu-1:8000", "http://10.0.0.7:8000"):
+        assert f"the key of the server at {url} travels in the clear" in str(clear_note(url))
+    for url in ("http://localhost:8000", "http://127.0.0.3:8000", "http://[::1]:8000", "https://gpu-1", "unix:/s"):
+        assert clear_note(url) is None
 
 
 def test_a_server_that_is_not_there_is_waited_for_and_then_given_up(tmp_path: Path) -> None:

@@ -43,18 +43,23 @@ async def run_vllm_role(child: Child, context: RunContext, controller: Controlle
         if config.engine.urls:
             url, died = _url(config, number), asyncio.Event().wait  # its end is seen by the calls that fail
             child.progress.working(f"wait for the server at {url}", 2 * ATTACH_S, owed="a healthy server")
-            client, model = await attach(url, _needs(context, info, max_context))
-            held.push_async_callback(client.close)
+            attached = await attach(url, _needs(context, info, max_context))
+            held.push_async_callback(attached.client.close)
+            client, model, notes = attached.client, attached.model, attached.notes
         else:
             log = context.run_folder / "log" / f"{engine_id}-vllm.log"
             spec = _spec(context, info, engine_id, number, max_context)
-            server = await Server.start(spec, await find_environment(config.engine.python), Path(child.spec.socket_folder), log)
+            environment = await find_environment(config.engine.python)
+            server = await Server.start(spec, environment, Path(child.spec.socket_folder), log)
             held.push_async_callback(server.stop)
             client, model, died = Client(f"unix:{server.socket}"), MODEL, server.died
             held.push_async_callback(client.close)
             child.progress.working("start the vLLM server", LOAD_S, owed="a healthy server")
             await server.until_healthy(client, LOAD_S)
             await ServerWeights(client, model, info.vocab_size).warm_up()
+            notes = environment.notes
+        for note in notes:
+            await controller.note(f"{engine_id}: {note}")
         engine = VllmEngine(
             client,
             engine_id=engine_id,

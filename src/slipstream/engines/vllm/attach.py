@@ -1,19 +1,23 @@
 """A vLLM server that somebody else started: waited for, asked what it is, and refused in words where it will not do.
 
 GET  /health, /version, /v1/models       it answers, this key is its key, its version was tested, its context is long enough
+GET  /is_paused, without a key           refused: whoever reaches the control routes can replace the weights
 POST /collective_rpc slipstream_about    the plugin is loaded; the weight engine, the logprobs and the model are those of this run
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from slipstream.engines.vllm.client import Client, Transient
+from slipstream.engines.vllm.client import Client, Refused, Transient
 from slipstream.engines.vllm.server import HEALTH_INTERVAL_S, LOGPROBS_MODE
-from slipstream.engines.vllm.versions import check_version
+from slipstream.engines.vllm.versions import check_version, device_note
 from slipstream.errors import ConfigError, DeadlineExceeded, ModelError
 
 KEY_VARIABLE = "SLIPSTREAM_VLLM_KEY"  # the name that `slipstream_vllm.middleware` reads
@@ -32,22 +36,35 @@ class Needs:
     model: dict[str, Any]  # of its config.json: MODEL_KEYS
 
 
-async def attach(url: str, needs: Needs, wait_s: float = ATTACH_S) -> tuple[Client, str]:
-    """Its client, and the name that it serves the model under.
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A server that will do."""
+
+    client: Client
+    model: str  # the name that it serves the model under
+    notes: tuple[str, ...]  # what a person should know of it
+
+
+async def attach(url: str, needs: Needs, wait_s: float = ATTACH_S) -> Attached:
+    """Wait for the server and ask it what it is.
 
     DeadlineExceeded where nothing answers, `client.Refused` for another key or closed control routes, ModelError for a version that was not
-    tested, a missing plugin or another model, ConfigError for what its command line should say differently.
+    tested, a missing plugin or another model, ConfigError for what its command line should say differently, a key above all.
     """
     client = Client(url, key=os.environ.get(KEY_VARIABLE))
     try:
         await _until_healthy(client, wait_s)
-        check_version((await client.get("/version"))["version"], f"the server at {url}")
+        version = (await client.get("/version"))["version"]
+        check_version(version, f"the server at {url}")
+        await _check_closed(url)
         served = (await client.get("/v1/models"))["data"][0]
-        _check(url, needs, served.get("max_model_len"), await _about(client, url))
+        about = await _about(client, url)
+        _check(url, needs, served.get("max_model_len"), about)
     except BaseException:
         await client.close()
         raise
-    return client, served["id"]
+    notes = (clear_note(url), device_note(version, about["device"]))
+    return Attached(client, served["id"], tuple(note for note in notes if note is not None))
 
 
 async def _until_healthy(client: Client, wait_s: float) -> None:
@@ -56,6 +73,49 @@ async def _until_healthy(client: Client, wait_s: float) -> None:
             await client.until_healthy(HEALTH_INTERVAL_S)
     except TimeoutError:
         raise DeadlineExceeded(f"no healthy vLLM server at {client.address} within {wait_s:.0f} s (engine.urls)") from None
+
+
+async def _check_closed(url: str) -> None:
+    """ConfigError where others may reach the control routes, and need no key for them."""
+    if url.startswith("unix:") and _private(Path(url[5:])):
+        return
+    stranger = Client(url)
+    try:
+        await stranger.get("/is_paused")
+    except Refused:
+        return
+    finally:
+        await stranger.close()
+    raise ConfigError(
+        f"the server at {url} answers its control route /is_paused without a key: whoever reaches it can replace its weights and call any "
+        f"method of its workers. Start it with --middleware slipstream_vllm.middleware.RequireKey and a key in {KEY_VARIABLE}, or on a "
+        "Unix socket in a directory that only you may enter (--uds); see docs/vllm.md"
+    )
+
+
+def _private(socket: Path) -> bool:
+    """Whether only its owner can connect to this socket: others may not write to it, or not enter a directory on the way."""
+    path = socket.absolute()
+    return not path.stat().st_mode & 0o022 or any(not folder.stat().st_mode & 0o011 for folder in path.parents)
+
+
+def clear_note(url: str) -> str | None:
+    """What a person is told where the key can be read on the way.
+
+    >>> clear_note("http://127.0.0.1:8000"), clear_note("https://gpu-1:8000"), clear_note("unix:/run/me/socket")
+    (None, None, None)
+    """
+    host = urlsplit(url).hostname or ""
+    if not url.startswith("http://") or host == "localhost" or _is_loopback(host):
+        return None
+    return f"the key of the server at {url} travels in the clear, and rollouts with it: use https:// or a tunnel (docs/vllm.md)"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 async def _about(client: Client, url: str) -> dict[str, Any]:

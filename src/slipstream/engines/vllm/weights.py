@@ -5,7 +5,7 @@ POST /start_weight_update        nothing happens yet (vLLM wants it)
 POST /update_weights             slipstream's weight engine: checksum, names, shapes, whole groups, then the copy
 POST /collective_rpc             its report: the hash of the bytes that each worker received, or why it refused them
 POST /finish_weight_update       the label: every token from now on carries it
-POST /resume
+POST /resume                     unless it may hold a mixture, or one version under another's label: then it stays paused
 """
 
 from __future__ import annotations
@@ -17,11 +17,17 @@ import numpy as np
 
 from slipstream.engines.vllm.client import Client
 from slipstream.engines.vllm.labels import label_of
-from slipstream.errors import PeerLost, WeightSyncError
+from slipstream.errors import PeerLost, SlipstreamError, WeightSyncError
 from slipstream.protocols import Manifest
 from slipstream.weight_sync.probe import ProbeRecord, Reading, probe_tokens
 
+_Report = dict[str, Any]  # of a worker: `plugin/slipstream_vllm/engines.py`
+
 UPDATE_S = 240.0  # below `client.TOKEN_S`: streams stand still meanwhile
+
+
+class NotWhole(SlipstreamError, RuntimeError):
+    """The server's workers hold neither version whole. It stays paused, so nothing is sampled with that; only a new server mends it."""
 
 
 def update_info(path: str, manifest: Manifest) -> dict[str, Any]:
@@ -34,6 +40,33 @@ def update_info(path: str, manifest: Manifest) -> dict[str, Any]:
         "entries": [(e.name, e.dtype, e.shape, e.offset, e.nbytes) for e in manifest.entries],
         "aliases": manifest.aliases,
     }
+
+
+def _refused(report: _Report | None, label: str) -> bool:
+    """Whether a worker holds what it held before."""
+    return report is not None and report["label"] == label and bool(report["error"]) and not report["broken"]
+
+
+def _checksum(label: str, reports: list[_Report | None], failed: PeerLost | None) -> str:
+    """The hash of the bytes that all workers hold as weights `label`; raises why they do not."""
+    broken = [report["error"] for report in reports if report is not None and report["broken"]]
+    if broken:
+        raise NotWhole(
+            f"the server holds neither weights {label} nor those before whole ({broken[0]}). It stays paused: nothing is sampled with a "
+            "mixture. slipstream starts a server of its own anew; one that it was attached to must be started anew by hand (engine.urls)"
+        )
+    known = [report for report in reports if report is not None and report["label"] == label]
+    if not known or len(known) < len(reports):
+        raise failed or WeightSyncError(f"the server does not report on weights {label}: {reports}")
+    errors = [f"worker {rank}: {report['error']}" for rank, report in enumerate(known) if report["error"]]
+    if errors and len(errors) < len(known):
+        raise NotWhole(f"some of the server's workers hold weights {label}, others refuse them ({errors[0]}). It stays paused")
+    if errors:
+        raise WeightSyncError(f"the server refuses weights {label}: {errors[0]}")
+    checksums = {report["checksum"] for report in known}
+    if failed is not None or len(checksums) != 1:
+        raise failed or WeightSyncError(f"the server's workers received different bytes as weights {label}: {sorted(checksums)}")
+    return checksums.pop()
 
 
 class ServerWeights:
@@ -49,37 +82,34 @@ class ServerWeights:
         """Have the server load the bytes at `path`; the hash of what its workers received. `paused` is called between two steps.
 
         With `recompute`, keys and values of older weights are dropped; at the first update always, since they may be another run's.
-        Raises WeightSyncError where the weights are refused: the server then holds what it held.
+        Raises WeightSyncError where the weights are refused: the server then goes on with what it held. NotWhole, PeerLost or
+        DeadlineExceeded where it holds a mixture, or nobody knows what: it stays paused.
         """
         await self._client.post("/pause", mode="keep", clear_cache="true" if recompute or self._first else "false")
+        whole = True  # it holds one version, under its label
         try:
             paused()
             await self._client.post("/start_weight_update")
-            checksum = await self._load(path, manifest)
-            label = label_of((manifest.incarnation, manifest.version))
+            label, whole = label_of((manifest.incarnation, manifest.version)), False
+            reports, failed = await self._load(path, manifest)
+            whole = bool(reports) and all(_refused(report, label) for report in reports)
+            checksum = _checksum(label, reports, failed)
             await self._client.post("/finish_weight_update", {"weight_version": label})
+            whole = True
         finally:
-            await self._client.post("/resume")
+            if whole:
+                await self._client.post("/resume")
         self._first = False
         return checksum
 
-    async def _load(self, path: str, manifest: Manifest) -> str:
-        label = label_of((manifest.incarnation, manifest.version))
+    async def _load(self, path: str, manifest: Manifest) -> tuple[list[_Report | None], PeerLost | None]:
+        """What each worker says of it, and how the call failed."""
         failed: PeerLost | None = None
         try:
             await self._client.post("/update_weights", {"update_info": update_info(path, manifest)}, UPDATE_S)
         except PeerLost as error:  # a 500, which does not say why; the report does
             failed = error
-        reports = (await self._client.post("/collective_rpc", {"method": "slipstream_report"}))["results"]
-        if not reports or any(r is None or r["label"] != label for r in reports):
-            raise failed or WeightSyncError(f"the server does not report on weights {label}: {reports}")
-        for rank, report in enumerate(reports):
-            if report["error"]:
-                raise WeightSyncError(f"the server refuses weights {label} (worker {rank}): {report['error']}")
-        checksums = {r["checksum"] for r in reports}
-        if failed is not None or len(checksums) != 1:
-            raise failed or WeightSyncError(f"the server's workers received different bytes as weights {label}: {sorted(checksums)}")
-        return checksums.pop()
+        return (await self._client.post("/collective_rpc", {"method": "slipstream_report"}))["results"], failed
 
     async def warm_up(self) -> None:
         """Ask for something, whatever weights there are: a server's first answer takes seconds (4 on two cores), later ones do not."""

@@ -18,6 +18,7 @@ class WorkerExtension:
         return {
             "backend": getattr(config.weight_transfer_config, "backend", None),
             "logprobs_mode": config.model_config.logprobs_mode,
+            "device": config.device_config.device_type,
             "slots": config.scheduler_config.max_num_seqs,
             "model": {key: getattr(model, key, None) for key in MODEL_KEYS},
         }
