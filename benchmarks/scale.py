@@ -10,8 +10,9 @@
 
 Time T(n) of n units is fitted as T = a n^b by least squares on logarithms, three times over. The bound is b = 1: each unit is touched once.
 Below 1 a fixed cost is shared by more; above 1 something looks at more than its own. What the long run keeps in memory is the slope of its
-resident memory over steps, with the first tenth left out; the bound is 0. CPU time of all processes; the ledger with the settings that
-ship, by default in memory (/dev/shm) where that exists, since here the question is what grows: what a disk adds is in `overhead.py`.
+resident memory over the steps of its longest stretch without a resume, the first tenth left out; the bound is 0. CPU time of all processes; the
+ledger with the settings that ship, by default in memory (/dev/shm) where that exists, since here the question is what grows: what a
+disk adds is in `overhead.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from bench import Report, spread, start
-from long_run import Left, LongRun
+from long_run import Left, LongRun, Look
 from long_run import measure as measure_long
 from measured_runs import Spec, measure
 from numpy.typing import ArrayLike
@@ -146,9 +147,20 @@ def long_run_tables(report: Report, left: Left) -> None:
     middles = [(a.step + b.step) / 2 for a, b in pairs]
     grown = slope(middles, per_step) * (middles[-1] - middles[0]) / statistics.fmean(per_step)
     report.at_most("CPU per step, growth of its straight line from the second tenth to the end of the run", 100 * grown, GROWTH, " %")
-    kept = slope([look.step for look in looks[tenth:]], [look.resident_bytes / 1e3 for look in looks[tenth:]])
-    table.note += f" Resident memory grows by {kept:.2f} KB per step, by least squares over the looks after the first tenth."
-    report.at_most("resident memory of the long run, slope after its first tenth", kept, KB_PER_STEP, " KB per step")
+    stretch = longest_stretch(left)
+    kept = slope([look.step for look in stretch], [look.resident_bytes / 1e3 for look in stretch])
+    table.note += (
+        f" Resident memory grows by {kept:.2f} KB per step, by least squares over steps {stretch[0].step:,} to {stretch[-1].step:,}: the "
+        "longest stretch without an opening, which leaves a larger process behind, and of that not the first tenth."
+    )
+    report.at_most("resident memory of the long run, slope of its longest stretch", kept, KB_PER_STEP, " KB per step")
+
+
+def longest_stretch(left: Left) -> list[Look]:
+    """The looks between the two openings that are farthest apart, without the first tenth of that."""
+    ends = [0, *(resume.step for resume in left.resumes), left.looks[-1].step]
+    start, end = max(itertools.pairwise(ends), key=lambda pair: pair[1] - pair[0])
+    return [look for look in left.looks if start + (end - start) / 10 <= look.step <= end]
 
 
 def _ledger_table(report: Report, left: Left) -> None:
