@@ -8,11 +8,11 @@
     length       the same, and with the real worker token by token, 256 in flight                 a token
     steps        one run to 10,000 steps, ended and resumed on the way                            a step; of a resume: an event
 
-Time T(n) of n units is fitted as T = a n^b by least squares on logarithms, three times over. The bound is b = 1: each unit is touched once.
-Below 1 a fixed cost is shared by more; above 1 something looks at more than its own. What the long run keeps in memory is the slope of its
-resident memory over the steps of its longest stretch without a resume, the first tenth left out; the bound is 0. CPU time of all processes; the
-ledger with the settings that ship, by default in memory (/dev/shm) where that exists, since here the question is what grows: what a
-disk adds is in `overhead.py`.
+Time T(n) of n units is fitted as T = a n^b by least squares on logarithms, three times over. The bound is b = 1: each unit is touched
+once. Below 1 a fixed cost is shared by more; above 1 something looks at more than its own. What the long run keeps in memory is the slope
+of its resident memory over the steps of its longest stretch without a resume, the first tenth left out; the bound is 0. CPU time of all
+processes; the ledger with the settings that ship, by default in memory (/dev/shm) where that exists, since here the question is what
+grows: what a disk adds is in `overhead.py`.
 """
 
 from __future__ import annotations
