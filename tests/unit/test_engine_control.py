@@ -13,7 +13,7 @@ from slipstream.cli.engines import in_words
 from slipstream.cli.main import main as slipstream
 from slipstream.config.settings import MAX_ENGINES, Config, EngineSettings
 from slipstream.controller.engine_times import EngineTimes
-from slipstream.errors import RoleFailed, SlipstreamError
+from slipstream.errors import ConfigError, RoleFailed, SlipstreamError
 from slipstream.launch import control
 from slipstream.launch.control import EngineFacts
 from slipstream.launch.engines import ENGINES, Engines
@@ -31,22 +31,24 @@ class Clock:
 class FakeRun:
     """A controller, a supervisor, and processes that come into service when the test says so."""
 
-    def __init__(self, *versions: int):
+    def __init__(self, *versions: int, **engine: Any):
         self.state = SimpleNamespace(engines={}, engine_starts={})
         self.core = SimpleNamespace(state=self.state, stopping=False, finished=False, journal=SimpleNamespace(error=None))
         self.core.engine_times = EngineTimes(Clock())
         self.event = asyncio.Event()
         self.started: list[str] = []
+        self.urls: list[str] = []
         self.ended: list[str] = []
         self.gone: list[tuple[str, str]] = []
-        self.engines = Engines(Config(engine=EngineSettings(replicas=len(versions))), [self], self.start)  # type: ignore[arg-type]
+        self.engines = Engines(Config(engine=EngineSettings(replicas=len(versions), **engine)), [self], self.start)  # type: ignore[arg-type]
         self.engines.servers = [SimpleNamespace(drop=lambda role, cause: self.gone.append((role, cause)))]  # type: ignore[list-item]
         self.engines.supervisor = SimpleNamespace(end=self.end)  # type: ignore[assignment]
         for number, version in enumerate(versions):
             self.serve(ENGINES[number], version)
 
-    async def start(self, engine_id: str) -> None:
+    async def start(self, engine_id: str, url: str) -> None:
         self.started.append(engine_id)
+        self.urls.append(url)
 
     async def end(self, role: str) -> None:
         self.ended.append(role)
@@ -82,7 +84,7 @@ def test_an_added_engine_takes_the_lowest_free_id_and_is_told_of_once_it_serves(
     async def main() -> None:
         fake = FakeRun(4, 4)
         await fake.engines.start()
-        adding = asyncio.create_task(fake.engines.add_engine())
+        adding = asyncio.create_task(fake.engines.add_engine(""))
         while fake.started != ["engine-0", "engine-1", "engine-2"]:  # noqa: ASYNC110  # everything happens in this loop
             await asyncio.sleep(0)
         assert fake.engines.expendable("engine-2") and fake.engines.max_restarts("engine-2") == 0
@@ -101,18 +103,46 @@ def test_an_added_engine_that_fails_leaves_its_id_and_the_run() -> None:
     async def main() -> None:
         fake = FakeRun(4)
         await fake.engines.start()
-        adding = asyncio.create_task(fake.engines.add_engine())
+        adding = asyncio.create_task(fake.engines.add_engine(""))
         await asyncio.sleep(0)
         fake.engines.given_up("engine-1", RoleFailed("engine-1", "no memory"))
         with pytest.raises(RoleFailed, match="the run goes on without it: no memory"):
             await adding
-        adding = asyncio.create_task(fake.engines.add_engine())
+        adding = asyncio.create_task(fake.engines.add_engine(""))
         await asyncio.sleep(0)
         assert fake.started == ["engine-0", "engine-1", "engine-1"]
         fake.core.stopping = True
         fake.wake()
         with pytest.raises(SlipstreamError, match="the run ended before engine-1"):
             await adding
+
+    run(main())
+
+
+def test_running_servers_are_added_by_their_url_and_keep_it() -> None:
+    async def main() -> None:
+        fake = FakeRun(4, 4, type="vllm", urls=["http://a", "unix:/b"])
+        await fake.engines.start()
+        with pytest.raises(ConfigError, match=r"somebody else started.*--url"):
+            await fake.engines.add_engine("")
+        with pytest.raises(ConfigError, match="http://a is engine-0 already"):
+            await fake.engines.add_engine("http://a")
+        with pytest.raises(ConfigError, match='"c" is neither'):
+            await fake.engines.add_engine("c")
+        adding = asyncio.create_task(fake.engines.add_engine("http://c"))
+        await asyncio.sleep(0)
+        fake.serve("engine-2", 5)
+        assert (await adding).startswith("engine-2 serves")
+        await fake.engines.drop_engine("engine-0")
+        adding = asyncio.create_task(fake.engines.add_engine("http://d"))
+        await asyncio.sleep(0)
+        fake.serve("engine-0", 5)
+        await adding
+        fake.core.observer = SimpleNamespace(note=lambda text: None)
+        await fake.engines.start_anew("engine-2", RoleFailed("engine-2", "gone"))
+        assert fake.urls == ["http://a", "unix:/b", "http://c", "http://d", "http://c"]
+        with pytest.raises(ConfigError, match='engines are of type "embedded"'):
+            await FakeRun(4).engines.add_engine("http://a")
 
     run(main())
 
@@ -141,7 +171,7 @@ def test_there_are_slots_for_as_many_engines_as_a_run_can_have_and_no_more_engin
         fake = FakeRun(*[0] * MAX_ENGINES)
         await fake.engines.start()
         with pytest.raises(SlipstreamError, match="16 engines run already"):
-            await fake.engines.add_engine()
+            await fake.engines.add_engine("")
 
     run(main())
     broker = SlotBroker(slots_for(MAX_ENGINES))
@@ -173,6 +203,7 @@ def test_a_command_finds_the_run_by_its_folder(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / control.PATH_FILE).write_text(str(tmp_path / "nobody.sock"))  # of a run that was killed
     assert slipstream(["engines", "add", str(tmp_path)]) == 1 and "no run trains here now" in capsys.readouterr().err
     assert slipstream(["engines", "drop", str(tmp_path)]) == 2
+    assert slipstream(["engines", "list", str(tmp_path), "--url", "http://a"]) == 2
 
 
 def test_what_is_listed_of_an_engine_that_does_not_serve() -> None:

@@ -18,6 +18,7 @@ HELP = "list the engines of a run that trains, add one or drop one"
 EPILOG = """examples:
   slipstream engines list runs/quickstart-20250101-120000
   slipstream engines add  runs/quickstart-20250101-120000             returns once the new engine serves
+  slipstream engines add  runs/quickstart-20250101-120000 --url http://127.0.0.1:8001      a vLLM server that runs already
   slipstream engines drop runs/quickstart-20250101-120000 engine-1
 
 An added engine joins at the current version. What a dropped one was generating goes on elsewhere from its tokens."""
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="{list,add,drop}", choices=("list", "add", "drop"), help="what to do")
     parser.add_argument("run", metavar="FOLDER", type=Path, help="run folder of a run that trains")
     parser.add_argument("engine", metavar="ENGINE", nargs="?", help="of drop: which one")
+    parser.add_argument("--url", help="of add, with engine.type = vllm: a running server, http://host:port or unix:/path")
     add_json(parser)
 
 
@@ -37,11 +39,13 @@ def run(args: argparse.Namespace) -> int:
     folder = run_folder(args.run)
     if (args.what == "drop") != (args.engine is not None):
         raise ConfigError("drop needs the engine to drop: slipstream engines drop FOLDER engine-1; list and add take none")
+    if args.url and args.what != "add":
+        raise ConfigError(f"--url is of add, not of {args.what}; leave it out")
     if args.what == "list":
         engines = asyncio.run(control.ask(folder, "list_engines"))
         print(json.dumps([_object(engine) for engine in engines]) if args.json else "\n".join(map(in_words, engines)))
         return 0
-    sentence = asyncio.run(control.ask(folder, f"{args.what}_engine", *([args.engine] if args.engine else [])))
+    sentence = asyncio.run(control.ask(folder, f"{args.what}_engine", args.engine if args.what == "drop" else args.url or ""))
     print(json.dumps({"done": sentence}) if args.json else sentence)
     return 0
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from slipstream.config.settings import Config, EngineSettings
 
 VLLM_TEMPERATURES = (0.01, 2.0)  # beside 0: what is hotter it refuses, what is colder it would silently sample at 0.01
+SERVER_URLS = ("http://", "https://", "unix:")  # what the URL of a vLLM server begins with
 Problem = tuple[tuple[str, ...], str]  # (keys, the first to blame; what is wrong and what to do)
 
 
@@ -86,7 +87,7 @@ def _placing(config: Config) -> Iterator[Problem]:
             f"urls names {len(engine.urls)} servers with replicas = {engine.replicas}: each server is an engine; use replicas = "
             f"{len(engine.urls)}",
         )
-    bad = [url for url in engine.urls if not url.startswith(("http://", "https://", "unix:"))]
+    bad = [url for url in engine.urls if not url.startswith(SERVER_URLS)]
     if bad:
         yield (("engine.urls",), f'"{bad[0]}" is neither http://host:port nor unix:/path/of/socket')
 

@@ -21,7 +21,6 @@ from slipstream.engines.vllm.environment import find_environment
 from slipstream.engines.vllm.loop import run_vllm_engine
 from slipstream.engines.vllm.server import MODEL, Server, ServerSpec
 from slipstream.engines.vllm.weights import ServerWeights
-from slipstream.errors import ConfigError
 from slipstream.launch.assemble_worker import context_limit
 from slipstream.launch.context import RunContext
 from slipstream.launch.engine_socket import serve, socket_path
@@ -34,14 +33,14 @@ WEIGHT_ENGINES = {"shared_memory": "slipstream_shared_memory", "files": "slipstr
 
 
 async def run_vllm_role(child: Child, context: RunContext, controller: ControllerAPI) -> None:
-    """Start a server, or attach to the one that `engine.urls` names for this engine, and serve its engine to the rollout worker."""
+    """Start a server, or attach to the one that is to be this engine, and serve its engine to the rollout worker."""
     config, engine_id = context.config, child.spec.role
     number = int(engine_id.rpartition("-")[2])
     tokenizer, info = await beside(load_tokenizer, config.model)
     max_context = context_limit(config, info)
     async with AsyncExitStack() as held:
-        if config.engine.urls:
-            url, died = _url(config, number), asyncio.Event().wait  # its end is seen by the calls that fail
+        if url := child.spec.options.get("url"):
+            died = asyncio.Event().wait  # its end is seen by the calls that fail
             child.progress.working(f"wait for the server at {url}", 2 * ATTACH_S, owed="a healthy server")
             attached = await attach(url, _needs(context, info, max_context))
             held.push_async_callback(attached.client.close)
@@ -85,13 +84,6 @@ def _path_in(child: Child, context: RunContext) -> Callable[[WeightsOffer], str]
         return f"/proc/{os.getpid()}/fd/{child.slots[offer.slot].fileno()}"
 
     return path_of
-
-
-def _url(config: Config, number: int) -> str:
-    """Of the server that is engine `number`. An engine that was added to a run needs one of its own."""
-    if number >= len(config.engine.urls):
-        raise ConfigError(f"engine-{number}: engine.urls names {len(config.engine.urls)} servers, so there is none for another engine")
-    return config.engine.urls[number]
 
 
 def _needs(context: RunContext, info: ModelInfo, max_context: int) -> Needs:

@@ -38,8 +38,8 @@ class EngineControl(Protocol):
 
     async def list_engines(self) -> list[EngineFacts]: ...
 
-    async def add_engine(self) -> str:
-        """Start one more, and wait until it is in service."""
+    async def add_engine(self, url: str) -> str:
+        """Start one more, and wait until it is in service. `url`: of a vLLM server that runs already; "" for one of the run's own."""
         ...
 
     async def drop_engine(self, engine_id: str) -> str:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+from slipstream.config.engine_problems import SERVER_URLS
 from slipstream.config.settings import MAX_ENGINES, Config
 from slipstream.controller.controller import Controller
 from slipstream.deadlines import LOAD_S, START_S
-from slipstream.errors import RoleFailed, SlipstreamError
+from slipstream.errors import ConfigError, RoleFailed, SlipstreamError
 from slipstream.launch.control import EngineFacts
 from slipstream.launch.supervisor import Supervisor
 from slipstream.launch.wire import Server
@@ -27,14 +28,16 @@ SERVE_DEADLINE_S = START_S + LOAD_S + 60.0  # from the start of an engine's proc
 
 
 class Engines:
-    """`control.EngineControl`, and what the supervisor asks. `start` starts the process of an engine of this id.
+    """`control.EngineControl`, and what the supervisor asks. `start` starts the process of an engine of this id; with a URL, that server is
+    the engine.
 
     Experiments share their engine's process: it is one in each of the runs of these controllers. What a person asks is for one run alone.
     """
 
-    def __init__(self, config: Config, controllers: Sequence[Controller], start: Callable[[str], Awaitable[None]]):
-        self._config, self._controllers, self._start = config, controllers, start
+    def __init__(self, config: Config, controllers: Sequence[Controller], start: Callable[[str, str], Awaitable[None]]):
+        self._config, self._controllers, self._start_process = config, controllers, start
         self._controller = controllers[0]
+        self._urls = dict(zip(ENGINES, config.engine.urls, strict=False))  # of those that are servers which run already
         self._running: set[str] = set()  # ids whose process runs, or is about to
         self._joining: dict[str, SlipstreamError | None] = {}  # added and not in service yet -> why it never will be
         self.servers: list[Server] = []  # of the controllers
@@ -45,6 +48,9 @@ class Engines:
         for engine_id in ENGINES[: self._config.engine.replicas]:
             self._running.add(engine_id)
             await self._start(engine_id)
+
+    async def _start(self, engine_id: str) -> None:
+        await self._start_process(engine_id, self._urls.get(engine_id, ""))
 
     # ---- the supervisor's side
 
@@ -90,13 +96,15 @@ class Engines:
             for engine_id in sorted(self._running, key=ENGINES.index)
         ]
 
-    async def add_engine(self) -> str:
+    async def add_engine(self, url: str) -> str:
+        self._check_url(url)
         free = [engine_id for engine_id in ENGINES if engine_id not in self._running]
         if not free:
             raise SlipstreamError(f"{MAX_ENGINES} engines run already, as many as a run can have; drop one first")
         engine_id, began = free[0], asyncio.get_running_loop().time()
         self._running.add(engine_id)
         self._joining[engine_id] = None
+        self._urls[engine_id] = url
         try:
             await self._start(engine_id)
             version = await self._joined(engine_id)
@@ -106,6 +114,20 @@ class Engines:
         finally:
             del self._joining[engine_id]
         return f"{engine_id} serves at version {version} after {asyncio.get_running_loop().time() - began:.1f} s"
+
+    def _check_url(self, url: str) -> None:
+        """ConfigError for a URL that means nothing here, or where one is missing."""
+        engine = self._config.engine
+        if url and engine.type != "vllm":
+            raise ConfigError(f'--url is of a vLLM server, and this run\'s engines are of type "{engine.type}"; leave it out')
+        if url and not url.startswith(SERVER_URLS):
+            raise ConfigError(f'"{url}" is neither http://host:port nor unix:/path/of/socket')
+        if engine.urls and not url:
+            raise ConfigError(
+                "this run's engines are servers that somebody else started (engine.urls); start one more and name it with --url"
+            )
+        if taken := [engine_id for engine_id in self._running if url and self._urls.get(engine_id) == url]:
+            raise ConfigError(f"the server at {url} is {taken[0]} already")
 
     async def _joined(self, engine_id: str) -> int:
         """The version with which the added engine has come into service; RoleFailed where it has not."""

@@ -122,10 +122,10 @@ class LocalRun:
         """A role says why it is about to end, and in which run."""
         self.supervisor.report(role, msgspec.structs.replace(failure, message=f"{run.context.where}{failure.message}"))
 
-    async def _start_engine(self, engine_id: str) -> None:
-        await self._start(engine_id, self._config.engine.threads)
+    async def _start_engine(self, engine_id: str, url: str) -> None:
+        await self._start(engine_id, self._config.engine.threads, url=url)
 
-    async def _start(self, role: str, threads: int, listeners: Mapping[int, int] | None = None) -> None:
+    async def _start(self, role: str, threads: int, listeners: Mapping[int, int] | None = None, url: str = "") -> None:
         """Start the role's process, for all runs, or for those that have a listener."""
         first, *others = [
             ChildSpec(
@@ -138,7 +138,7 @@ class LocalRun:
                 page=self._page_memory.fileno(),
                 slots=tuple(slot.fileno() for slot in self._slots[number]),
                 listener=None if listeners is None else listeners[number],
-                options=context_options(run.context),
+                options=context_options(run.context) | ({"url": url} if url else {}),
             )
             for number, run in enumerate(self._runs)
             if listeners is None or number in listeners
