@@ -17,8 +17,10 @@ pytestmark = needs_vllm
 
 @pytest.mark.parametrize(
     "changes",
-    [{"weight_sync": {"transport": "shared_memory"}}, {"weight_sync": {"transport": "files"}, "lora": {"rank": 4}}],
-    ids=["shared memory", "files, an adapter merged"],
+    [
+        pytest.param({"weight_sync": {"transport": "shared_memory"}}, id="shared memory", marks=pytest.mark.core),
+        pytest.param({"weight_sync": {"transport": "files"}, "lora": {"rank": 4}}, id="files, an adapter merged"),
+    ],
 )
 def test_a_run(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Sampled without staleness, the trainer's logprobs of the sampled tokens are the server's, up to rounding: the same weights."""

@@ -6,13 +6,16 @@ import asyncio
 from collections.abc import Iterator
 
 import msgspec
+import numpy as np
 import pytest
+from interrupted import POLICIES, check_interrupted
 from vllm_server import PROMPT, LiveServer, live_server, needs_vllm, perturb, small_model
 
+from slipstream.engines.interrupts import InterruptPolicy
 from slipstream.engines.vllm.server import MODEL
 from slipstream.errors import WeightSyncError
 
-pytestmark = needs_vllm
+pytestmark = [*needs_vllm, pytest.mark.core]
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +86,10 @@ def test_versions_change_between_two_tokens_of_a_running_sequence(live: LiveServ
         started = asyncio.Event()
 
         async def read() -> None:
-            async for chunk in live.client.stream(body):
-                labels.append(chunk["choices"][0]["weight_versions"][-1]["version"])
+            async for chunk in live.client.stream(body):  # of one token, or of several where we were slow to read
+                (choice,) = chunk["choices"]
+                spans, new = choice["weight_versions"], len(choice["token_ids"])
+                labels.extend([span["version"] for span in spans for _ in range(span["start"], span["end"])][-new:])
                 started.set()
 
         reading = asyncio.create_task(read())
@@ -100,6 +105,14 @@ def test_versions_change_between_two_tokens_of_a_running_sequence(live: LiveServ
     labels = live.run(scenario())
     assert len(labels) == 100 and sorted(labels, key=lambda label: int(label[2:])) == labels
     assert set(labels) == {first, f"1.{manifest.version}"}
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{policy.interrupt}, {policy.kv}")
+def test_weights_come_while_sequences_run(live: LiveServer, policy: InterruptPolicy) -> None:
+    """Every token is from the version that it names, and none is lost."""
+    gaps, others = check_interrupted(live, policy)
+    assert gaps.max() < 2e-4, gaps.max()
+    assert others is None or np.median(others) > 100 * 2e-4, "another version would not be seen"
 
 
 def test_the_probe_sees_a_head_that_stayed_old(live: LiveServer) -> None:

