@@ -50,28 +50,41 @@ def read_metrics(folder: Path | str) -> Metrics:
 
     Example: `read_metrics("runs/quickstart-20250101-120000").series("reward_mean")`
     """
-    metrics = Metrics()
+    superseded: list[dict[str, Any]] = []
+    steps, evaluations = _Account(superseded), _Account(superseded)
     for line in read_jsonl(Path(folder) / FILE_NAME):
         kind = line.pop("kind", None)
         if kind == "step":  # makes this version: what older incarnations knew of it, and of what came after, is history
-            metrics.steps = _replaced(metrics.steps, line, metrics.superseded)
-            metrics.evaluations = _replaced(metrics.evaluations, line, metrics.superseded)
-            metrics.steps.append(line)
+            evaluations.begin(line)
+            steps.add(line)
         elif kind == "evaluation":
-            metrics.evaluations = _replaced(metrics.evaluations, line, metrics.superseded, same=True)
-            metrics.evaluations.append(line)
-    metrics.steps.sort(key=lambda line: line["version"])
-    metrics.evaluations.sort(key=lambda line: line["version"])
-    return metrics
+            evaluations.add(line)
+    return Metrics(steps.in_order(), evaluations.in_order(), superseded)
 
 
-def _replaced(
-    kept: list[dict[str, Any]], line: dict[str, Any], superseded: list[dict[str, Any]], *, same: bool = False
-) -> list[dict[str, Any]]:
-    """`kept` without the lines of earlier incarnations at or after this line's version; with `same`, nor an equal name of its own."""
-    name, out = (line["incarnation"], line["version"]), []
-    for old in kept:
-        older = old["incarnation"] < name[0] and old["version"] >= name[1]
-        gone = older or (same and (old["incarnation"], old["version"]) == name)
-        (superseded if gone else out).append(old)
-    return out
+class _Account:
+    """The lines of one kind that count so far. The file is in order of incarnations, since one has ended when the next begins."""
+
+    def __init__(self, superseded: list[dict[str, Any]]):
+        self._lines: dict[tuple[int, int], dict[str, Any]] = {}  # by incarnation and version; a second one of that name replaces the first
+        self._superseded = superseded
+        self._begun = (-1, 0)  # the newest incarnation, and the lowest version that it has told of: from there on no older line is left
+
+    def begin(self, line: dict[str, Any]) -> None:
+        """This version and all that follow are this incarnation's to tell of."""
+        incarnation, version = line["incarnation"], line["version"]
+        if incarnation == self._begun[0] and version >= self._begun[1]:
+            return  # which makes reading linear: a look at every line only when an incarnation begins
+        for name in [name for name in self._lines if name[0] < incarnation and name[1] >= version]:
+            self._superseded.append(self._lines.pop(name))
+        self._begun = incarnation, version
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.begin(line)
+        name = line["incarnation"], line["version"]
+        if name in self._lines:
+            self._superseded.append(self._lines.pop(name))
+        self._lines[name] = line
+
+    def in_order(self) -> list[dict[str, Any]]:
+        return sorted(self._lines.values(), key=lambda line: line["version"])
