@@ -43,6 +43,7 @@ from slipstream.types import (
     Turn,
     seal,
 )
+from slipstream.weight_sync.ends import Reader
 from slipstream.weight_sync.slots import SlotBroker
 
 ENGINE_ID = "engine-0"
@@ -202,9 +203,11 @@ class FreeEngine:
         del self._by_key[self._keys.pop(handle)]
 
 
-def no_weights(offer: WeightsOffer) -> str:
-    """Load nothing; the checksum that was published."""
-    return offer.manifest.checksum
+class NoWeights(Reader):
+    """Loads nothing; the checksum that was published."""
+
+    def __call__(self, offer: WeightsOffer) -> str:
+        return offer.manifest.checksum
 
 
 async def serve_weights(controller: ControllerAPI) -> None:

@@ -33,7 +33,7 @@ from free_roles import (
     FreeScorer,
     FreeTokenizer,
     Groups,
-    no_weights,
+    NoWeights,
     open_run,
     serve_weights,
     settings,
@@ -257,7 +257,7 @@ def _one_process_sampling(spec: Spec, controller: Controller) -> tuple[Awaitable
     async def feed(frame: Frame) -> None:
         client.feed(frame)
 
-    return _worker(spec, controller, client).run(), run_engine(engine, controller, no_weights, feed, wake, NullProgress()), engine
+    return _worker(spec, controller, client).run(), run_engine(engine, controller, NoWeights(), feed, wake, NullProgress()), engine
 
 
 def _worker(spec: Spec, controller: ControllerAPI, engine: EngineClient) -> RolloutWorker:
@@ -322,7 +322,7 @@ async def _engine_role(spec: Spec, controller: ControllerAPI, folder: str, check
     server = await engine_socket.serve(engine, engine_socket.socket_path(folder, ENGINE_ID), wake.set)
 
     async def work() -> float:
-        run = asyncio.create_task(run_engine(engine, controller, no_weights, server.send_frame, wake, NullProgress()))
+        run = asyncio.create_task(run_engine(engine, controller, NoWeights(), server.send_frame, wake, NullProgress()))
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, run.cancel)
         await asyncio.gather(run, return_exceptions=True)
         return engine.seconds

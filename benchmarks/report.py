@@ -1,8 +1,9 @@
 """Puts recorded figures into the documentation: each block `<!-- figures: NAME -->` ... `<!-- end -->` is made from results/NAME.json.
 
-    python benchmarks/report.py [PAGE ...]        default: docs/performance.md, docs/results.md and docs/lora.md
+    python benchmarks/report.py [PAGE ...]        default: docs/performance.md, results.md, lora.md and weight_sync.md
 
-The block of the name `missed` lists every missed target of the page's other blocks, and every one of them without figures.
+`figures: NAME 1` is the first of its tables alone. The block of the name `missed` lists every missed target of the page's other blocks, and
+every one of them without figures.
 
 So that no figure is copied by hand, and each stands with its command, machine and date.
 """
@@ -19,13 +20,18 @@ from typing import Any
 from bench import RESULTS, Table, Target
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = (DOCS / "performance.md", DOCS / "results.md", DOCS / "lora.md")
+PAGES = (DOCS / "performance.md", DOCS / "results.md", DOCS / "lora.md", DOCS / "weight_sync.md")
 MISSED = "missed"  # the block that sums up the others
-BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- figures: (\w+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def rendered(record: dict[str, Any]) -> str:
-    """Figures, tables, targets, and how they came to be."""
+def rendered(record: dict[str, Any], table: int = 0) -> str:
+    """Figures, tables, targets, and how they came to be; or the n-th table alone, and how it did."""
+    parts = [Table(**record["tables"][table - 1]).markdown()] if table else _everything(record)
+    return "\n\n".join([*parts, _origin(record)])
+
+
+def _everything(record: dict[str, Any]) -> list[str]:
     parts = [f"![{caption}](figures/{name})" for caption, name in record.get("figures", {}).items()]
     parts += [Table(**table).markdown() for table in record["tables"]]
     if record["targets"]:
@@ -34,20 +40,21 @@ def rendered(record: dict[str, Any]) -> str:
             target = Target(**fields)
             goals.rows.append((target.what, target.wanted, target.measured, target.verdict("**missed**")))
         parts.append(goals.markdown())
+    return parts
+
+
+def _origin(record: dict[str, Any]) -> str:
+    """Command, date and machine. How busy that was tells of what the command measured itself, not of a report on earlier runs."""
     m = record["machine"]
     versions = ", ".join(f"{name} {m[name]}" for name in ("torch", "transformers") if name in m)
-    load = (
-        f"load {m['load_before']:g} before it and {m['load_after']:g} at its end"
-        if "load_before" in m
-        else f"load {m['load_1m']:g} at its end"
-    )
+    before = f"load {m['load_before']:g} before it and " if "load_before" in m else "load "
+    load = "" if "--only-report" in record["command"] else f"{before}{m.get('load_after', m.get('load_1m')):g} at its end, "
     revision = f", code at {record['revision']}" if record.get("revision") else ""
-    parts.append(
+    return (
         f"`{record['command']}`, {record['date']}, {m['cores']} cores of {m['cpu']}, {m['memory_gib']:g} GiB, Python {m['python']}"
-        f"{', ' + versions if versions else ''}{revision}; {load}, took {record['took_s']:.0f} s."
+        f"{', ' + versions if versions else ''}{revision}; {load}took {record['took_s']:.0f} s."
         f"{' ' + record['sources'] if record.get('sources') else ''}"
     )
-    return "\n\n".join(parts)
 
 
 def missed(results: Path, names: Sequence[str]) -> str:
@@ -66,14 +73,14 @@ def missed(results: Path, names: Sequence[str]) -> str:
 
 def fill(text: str, results: Path) -> str:
     """The page with every block made anew; one without recorded results says so. The block `missed` is about all others of the page."""
-    names = [name for _, name, _ in BLOCK.findall(text) if name != MISSED]
+    names = [name for _, name, _, _ in BLOCK.findall(text) if name != MISSED]
 
     def block(found: re.Match[str]) -> str:
         if found[2] == MISSED:
-            return f"{found[1]}{missed(results, names)}\n{found[3]}"
+            return f"{found[1]}{missed(results, names)}\n{found[4]}"
         path = results / f"{found[2]}.json"
-        body = rendered(json.loads(path.read_text())) if path.exists() else "Not measured yet."
-        return f"{found[1]}{body}\n{found[3]}"
+        body = rendered(json.loads(path.read_text()), int(found[3] or 0)) if path.exists() else "Not measured yet."
+        return f"{found[1]}{body}\n{found[4]}"
 
     return BLOCK.sub(block, text)
 

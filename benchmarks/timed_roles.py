@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from free_roles import NoWeights
 from virtual_time import run_virtually
 
 from slipstream.config import Config
@@ -30,7 +31,7 @@ from slipstream.engines.embedded.client import InProcessClient
 from slipstream.engines.embedded.loop import run_engine
 from slipstream.launch.page import NullProgress
 from slipstream.models.tiny import END, make_tokenizer
-from slipstream.protocols import Manifest, WeightsOffer
+from slipstream.protocols import Manifest
 from slipstream.rollout.worker import RolloutWorker
 from slipstream.trainer.loop import run_trainer
 from slipstream.types import Batch, Frame, GenerateRequest, Group, Score, StopReason
@@ -109,7 +110,7 @@ class _Run:
 
         async with asyncio.TaskGroup() as roles:
             engine: Any = self._engine
-            engine_task = roles.create_task(run_engine(engine, controller, _checksum, send_frame, wake, page))
+            engine_task = roles.create_task(run_engine(engine, controller, NoWeights(), send_frame, wake, page))
             worker_task = roles.create_task(worker.run())
             await run_trainer(trainer, StepsTakeTime(controller, self._step_s), Packs(), folder.checkpoints, page)  # type: ignore[arg-type]
             await worker_task
@@ -188,10 +189,6 @@ class TimedEngine:
 
     def _ready(self) -> Iterator[_Sequence]:
         return (s for s in self._waiting.values() if s.request.min_version <= self.version[1])
-
-
-def _checksum(offer: WeightsOffer) -> str:
-    return offer.manifest.checksum
 
 
 class Nought:

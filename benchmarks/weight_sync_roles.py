@@ -29,12 +29,12 @@ from slipstream.launch.processes import Child, child_setup
 from slipstream.launch.role import controller_socket
 from slipstream.launch.wire import RemoteController, connect
 from slipstream.protocols import WeightsOffer
-from slipstream.trainer.loop import Publisher as PublisherAPI
 from slipstream.types import Frame, GenerateRequest, Purpose, Sampling, StepReport
 from slipstream.weight_sync.collective import CollectivePublisher, CollectiveWeights
 from slipstream.weight_sync.delta import DeltaPublisher, memory_delta_weights
 from slipstream.weight_sync.delta_collective import CollectiveDeltaWeights
 from slipstream.weight_sync.delta_files import FileDeltaPublisher, file_delta_weights
+from slipstream.weight_sync.ends import Publisher, Reader
 from slipstream.weight_sync.files import FilePublisher, FileWeights
 from slipstream.weight_sync.shared_memory import MemoryPublisher, MemoryWeights
 from slipstream.weight_sync.slots import slots_for
@@ -79,8 +79,8 @@ class Case(msgspec.Struct, frozen=True):
 class Transport:
     """How weights travel: who writes them on the trainer's side, who applies an offer on the engine's."""
 
-    publisher: Callable[[PreTrainedModel, Child], PublisherAPI]
-    weights: Callable[[EmbeddedEngine, Child], Callable[[WeightsOffer], str]]
+    publisher: Callable[[PreTrainedModel, Child], Publisher]
+    weights: Callable[[EmbeddedEngine, Child], Reader]
 
 
 def collective_publisher(model: PreTrainedModel, child: Child, packer: type[MemoryPublisher | DeltaPublisher]) -> CollectivePublisher:
@@ -162,7 +162,7 @@ def change(model: PreTrainedModel, share: float, version: int) -> None:
         bits[torch.randint(len(bits), (round(share * len(bits)),), generator=torch.Generator().manual_seed(version))] ^= 1
 
 
-async def _publish(controller: RemoteController, publisher: PublisherAPI, incarnation: int, version: int) -> str:
+async def _publish(controller: RemoteController, publisher: Publisher, incarnation: int, version: int) -> str:
     slot = await controller.begin_write()
     manifest = publisher.pack(slot, incarnation, version)
     await controller.publish(slot, manifest)
@@ -184,21 +184,32 @@ class TimedEngine(EmbeddedEngine):
         return frame
 
 
+class Watched(Reader):
+    """A reader that tells which versions were taken."""
+
+    def __init__(self, reader: Reader, adopted: Callable[[int], None]):
+        self._reader, self._adopted, self.fetch = reader, adopted, reader.fetch
+
+    def __call__(self, offer: WeightsOffer) -> str:
+        checksum = self._reader(offer)
+        self.refused = self._reader.refused
+        self._adopted(offer.manifest.version)
+        return checksum
+
+
 async def run_engine_role(child: Child, controller: RemoteController, case: Case) -> None:
     model = random_model(case.layout, case.dtype).requires_grad_(False)
     engine = TimedEngine(model, slots=BATCH, max_context=PROMPT_TOKENS + NEW_TOKENS)
-    apply, wake = WAYS[case.transport, case.payload].weights(engine, child), asyncio.Event()
+    wake = asyncio.Event()
 
     def decode() -> None:
         for sample in range(BATCH):
             engine.submit(decode_request(sample, NEW_TOKENS))
         wake.set()
 
-    def load_weights(offer: WeightsOffer) -> str:
-        checksum = apply(offer)
-        if offer.manifest.version == case.decode_from:
+    def adopted(version: int) -> None:
+        if version == case.decode_from:
             asyncio.get_running_loop().call_soon(decode)  # not within the time of this sync
-        return checksum
 
     async def send_frame(frame: Frame) -> None:
         if len(frame.handles) == BATCH and not frame.num_prefill_tokens:
@@ -206,7 +217,8 @@ async def run_engine_role(child: Child, controller: RemoteController, case: Case
         if not engine.has_work():
             decode()
 
-    await run_engine(engine, controller, load_weights, send_frame, wake, child.progress, getattr(apply, "fetch", None))
+    weights = Watched(WAYS[case.transport, case.payload].weights(engine, child), adopted)
+    await run_engine(engine, controller, weights, send_frame, wake, child.progress, weights.fetch)
 
 
 def decode_request(sample: int, new_tokens: int) -> GenerateRequest:

@@ -19,6 +19,7 @@ from slipstream.engines.interrupts import CONTINUE, InterruptPolicy
 from slipstream.errors import PeerLost
 from slipstream.protocols import Generation, Manifest, WeightsOffer
 from slipstream.types import EngineReport, Frame, GenerateRequest, Purpose, Sampling, StopReason
+from slipstream.weight_sync.ends import Reader
 
 DEADLINE_S = 30
 
@@ -82,6 +83,18 @@ class Page:
         self.phases.append("idle")
 
 
+class Weights(Reader):
+    """A version's number is the seed of what it holds."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+
+    def __call__(self, offer: WeightsOffer) -> str:
+        with torch.no_grad():
+            self._engine.model.lm_head.weight.normal_(generator=torch.Generator().manual_seed(offer.manifest.version))
+        return offer.manifest.checksum
+
+
 class Running:
     """The loop as a task, and the requests it serves."""
 
@@ -92,13 +105,8 @@ class Running:
         self.on_frame = lambda: None
         self.after_frame: Callable[[Frame], Awaitable[None]] | None = None
         self.task = asyncio.create_task(
-            run_engine(self.engine, self.controller, self._load, self._send, self.wake, self.page)  # type: ignore[arg-type]
+            run_engine(self.engine, self.controller, Weights(self.engine), self._send, self.wake, self.page)  # type: ignore[arg-type]
         )
-
-    def _load(self, offer: WeightsOffer) -> str:
-        with torch.no_grad():
-            self.engine.model.lm_head.weight.normal_(generator=torch.Generator().manual_seed(offer.manifest.version))
-        return offer.manifest.checksum
 
     async def _send(self, frame: Frame) -> None:
         self.frames.append(frame)

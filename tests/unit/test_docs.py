@@ -30,7 +30,7 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
 
 
-@pytest.mark.parametrize("part", [".", "controller", "launch"])
+@pytest.mark.parametrize("part", [".", "controller", "launch", "weight_sync", "engines", "engines/vllm", "engines/embedded"])
 def test_the_map_of_the_code_has_every_file(part):
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     code_map = text.split("```")[1]

@@ -17,15 +17,22 @@ from slipstream.launch.context import OpenRun
 from slipstream.launch.inline import InlineRun, run_inline
 
 
+class End:
+    """Of weights that do not travel."""
+
+    def close(self) -> None:
+        pass
+
+
 def descriptors() -> list[str]:
     return sorted(os.readlink(f"/proc/self/fd/{d}") for d in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{d}"))
 
 
 def start(monkeypatch: pytest.MonkeyPatch, build_engine: Any, turns: Any = None) -> None:
     monkeypatch.setattr(inline, "build_engine", build_engine)
-    monkeypatch.setattr(inline, "build_weights", lambda context, engine, slots: None)
+    monkeypatch.setattr(inline, "build_weights", lambda context, engine, slots: End())
     monkeypatch.setattr(inline, "InProcessClient", lambda engine: None)
-    monkeypatch.setattr(inline, "build_trainer", lambda context, slots, load: (None, None))
+    monkeypatch.setattr(inline, "build_trainer", lambda context, slots, load: (None, End()))
     if turns is not None:
         monkeypatch.setattr(inline, "take_turns", turns)
     config = Config.model_validate({"launch": "inline", "engine": {"threads": 3}})

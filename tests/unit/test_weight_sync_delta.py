@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_harness import make_engine, prompt, request, run, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -17,9 +16,9 @@ from test_weight_sync_packing import Toy, engine
 
 from slipstream.errors import WeightSyncError
 from slipstream.protocols import Manifest, WeightsOffer
-from slipstream.types import Purpose, decode, encode
-from slipstream.weight_sync.collective import CollectivePublisher, CollectiveWeights, close_transport
-from slipstream.weight_sync.delta import PAGE, DeltaPublisher, DeltaWeights, first_delta, memory_delta_weights, place_of, refused_by
+from slipstream.types import decode, encode
+from slipstream.weight_sync.collective import CollectivePublisher, CollectiveWeights
+from slipstream.weight_sync.delta import PAGE, DeltaPublisher, DeltaWeights, first_delta, memory_delta_weights, place_of
 from slipstream.weight_sync.delta_collective import CollectiveDeltaWeights
 from slipstream.weight_sync.delta_files import FileDeltaPublisher, file_delta_weights
 from slipstream.weight_sync.memory import MemoryFile
@@ -84,7 +83,7 @@ class World:
     def leave(self, name: str) -> None:
         self.broker.drop_engine(name)
         if name in self.engines:
-            close_transport(self.engines.pop(name)[1])
+            self.engines.pop(name)[1].close()
 
     def lease(self, name: str) -> WeightsOffer | None:
         return self.broker.lease(name, 1, self.held[name])
@@ -104,7 +103,7 @@ class World:
     def close(self) -> None:
         for name in list(self.engines):
             self.leave(name)
-        close_transport(self.publisher)
+        self.publisher.close()
         for slot in self.slots:
             slot.close()
 
@@ -226,28 +225,6 @@ def test_elements_are_compared_as_bits(world_of, value):
     assert world.engines["e"][0]["w"].numpy().tobytes() == trainer["w"].numpy().tobytes()
 
 
-def test_perturb_and_revert_give_the_same_greedy_output(world_of, monkeypatch):
-    trainer, sampler = tiny_model(seed=0).bfloat16(), tiny_model(seed=1).bfloat16()
-    world, sampling = world_of(trainer), make_engine(sampler)
-    world.join("e", sampler)
-    whole, start = counted(world, monkeypatch), {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
-    seen = []
-    for version in range(3):
-        if version == 1:
-            with torch.no_grad():
-                trainer.get_output_embeddings().weight[::20] *= -1
-        else:
-            trainer.load_state_dict(start)
-        world.publish()
-        world.sync("e")
-        sampling.set_version(1, version, "")
-        sampling.pin()
-        (out,) = run(sampling, request(version, 0, prompt(9), new=24, temperature=0.0, purpose=Purpose.EVAL))
-        sampling.unpin()
-        seen.append((out.token_ids, out.logprobs))
-    assert seen[0] == seen[2] != seen[1] and whole == [0]
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
@@ -341,7 +318,7 @@ def test_a_flipped_byte_is_refused_before_anything_is_touched_and_whole_weights_
         assert "it was damaged on its way" in sync_damaged(world, lambda data, at=at: flip(data, at)).refused
         assert seen == [before], "the old weights were touched before"
         monkeypatch.setattr(weights, "_whole", whole)
-        assert refused_by(weights) and refused_by(whole) == ""
+        assert weights.refused
         trainer["b"][:10] += 1
         world.publish()
         assert world.sync("e").refused == "", "the part after it is used"

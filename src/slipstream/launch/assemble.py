@@ -25,15 +25,14 @@ from slipstream.models.lora import Adapter
 from slipstream.models.memory import num_weight_slots
 from slipstream.models.probe import probe
 from slipstream.models.routing import kept_routers
-from slipstream.protocols import WeightsOffer
 from slipstream.trainer.checkpoint import load_checkpoint
-from slipstream.trainer.loop import Publisher
 from slipstream.trainer.probe import ProbedPublisher
 from slipstream.trainer.trainer import Trainer
 from slipstream.weight_sync.collective import CollectivePublisher, CollectiveWeights
 from slipstream.weight_sync.delta import DeltaPublisher, memory_delta_weights
 from slipstream.weight_sync.delta_collective import CollectiveDeltaWeights
 from slipstream.weight_sync.delta_files import FileDeltaPublisher, file_delta_weights
+from slipstream.weight_sync.ends import Publisher, Reader
 from slipstream.weight_sync.files import FilePublisher, FileWeights
 from slipstream.weight_sync.memory import MemoryFile
 from slipstream.weight_sync.packing import Source
@@ -54,11 +53,12 @@ def build_trainer(context: RunContext, slots: Sequence[MemoryFile], load: Load =
     trainer = Trainer(config, model, None if teacher is None else load_frozen_model(teacher, config), adapter)
     if context.start_step:
         load_checkpoint(context.checkpoints / f"step-{context.start_step}", trainer)
-    publisher = _publisher(context, model, adapter, slots)
+    publisher = build_publisher(context, model, adapter, slots)
     return trainer, publisher if config.engine.type == "embedded" else ProbedPublisher(publisher, model)
 
 
-def _publisher(context: RunContext, model: PreTrainedModel, adapter: Adapter | None, slots: Sequence[MemoryFile]) -> Publisher:
+def build_publisher(context: RunContext, model: PreTrainedModel, adapter: Adapter | None, slots: Sequence[MemoryFile]) -> Publisher:
+    """What packs the trainer's weights, or those of its adapter, for the engines."""
     config = context.config
     source: Source = model
     dtype = getattr(torch, config.model.dtype)
@@ -75,7 +75,7 @@ def _publisher(context: RunContext, model: PreTrainedModel, adapter: Adapter | N
     return packer(source, slots, dtype)
 
 
-def build_weights(context: RunContext, engine: EmbeddedEngine, slots: Sequence[MemoryFile]) -> Callable[[WeightsOffer], str]:
+def build_weights(context: RunContext, engine: EmbeddedEngine, slots: Sequence[MemoryFile]) -> Reader:
     """What applies an offer to the engine's weights and gives the checksum of the engine's own copy."""
     delta = context.config.payload == "delta"
     if context.weights is not None:

@@ -33,8 +33,6 @@ from slipstream.rollout.worker import RolloutWorker
 from slipstream.scoring.scorers import make_scorers
 from slipstream.trainer.loop import run_trainer
 from slipstream.types import EngineReport
-from slipstream.weight_sync.collective import close_transport
-from slipstream.weight_sync.delta import refused_by
 from slipstream.weight_sync.lag import LagBroker
 from slipstream.weight_sync.memory import MemoryFile, weight_slots
 
@@ -126,7 +124,7 @@ class InlineRun:
         self.context, self._controller = context, controller
         self._outside = TickedCalls()
         self._engine = build_engine(context.config, load=load_engine)
-        self._load_weights = build_weights(context, self._engine, slots)
+        self._weights = build_weights(context, self._engine, slots)
         self._client = InProcessClient(self._engine)
         self._trainer, self._publisher = build_trainer(context, slots, load_trainer)
         self._logprobs = build_logprobs(context.config)
@@ -197,14 +195,14 @@ class InlineRun:
             return False
         self._offer = None
         manifest = offer.manifest
-        checksum = self._load_weights(offer)
+        checksum = self._weights(offer)
         self._engine.set_version(manifest.incarnation, manifest.version, checksum)
         report = EngineReport(
             engine_id=ENGINE_ID,
             incarnation=manifest.incarnation,
             version=manifest.version,
             checksum=checksum,
-            repaired=refused_by(self._load_weights),
+            repaired=self._weights.refused,
         )
         await self._controller.confirm_weights(offer.slot, report)
         return True
@@ -248,7 +246,8 @@ class InlineRun:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._worker is not None:
             await self._worker.close()
-        close_transport(self._load_weights, self._publisher)
+        self._weights.close()
+        self._publisher.close()
 
 
 class _CanonicalPoints:

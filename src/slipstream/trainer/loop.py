@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Protocol
 
 from slipstream.config.arithmetic import publishes
 from slipstream.deadlines import CHECKPOINT_S
@@ -24,14 +23,9 @@ from slipstream.protocols import ControllerAPI, Manifest, Progress
 from slipstream.trainer.checkpoint import write_checkpoint
 from slipstream.trainer.trainer import Trainer
 from slipstream.types import StepReport
+from slipstream.weight_sync.ends import Publisher
 
 _PUBLISH_DEADLINE_S = 120.0
-
-
-class Publisher(Protocol):
-    """Writes the trainer's weights into a slot, whatever that is for the transport (`weight_sync/`)."""
-
-    def pack(self, slot: int, incarnation: int, version: int) -> Manifest: ...
 
 
 async def run_trainer(trainer: Trainer, controller: ControllerAPI, publisher: Publisher, checkpoints: Path, page: Progress) -> None:

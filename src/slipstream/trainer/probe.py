@@ -10,11 +10,11 @@ from slipstream.models.head import base_model, head_logits
 from slipstream.models.layout import PackedLayout, Segment
 from slipstream.models.support import num_embeddings
 from slipstream.protocols import Manifest
-from slipstream.trainer.loop import Publisher
+from slipstream.weight_sync.ends import Publisher
 from slipstream.weight_sync.probe import NUM_TOKENS, probe_tokens
 
 
-class ProbedPublisher:
+class ProbedPublisher(Publisher):
     """A publisher whose manifests carry the probe. One forward pass over 64 tokens per version."""
 
     def __init__(self, publisher: Publisher, model: nn.Module):
@@ -23,6 +23,9 @@ class ProbedPublisher:
     def pack(self, slot: int, incarnation: int, version: int) -> Manifest:
         manifest = self._publisher.pack(slot, incarnation, version)
         return msgspec.structs.replace(manifest, probe=probe_logprobs(self._model))
+
+    def close(self) -> None:
+        self._publisher.close()
 
 
 @torch.no_grad()

@@ -34,6 +34,7 @@ from slipstream.deadlines import WEIGHTS_S
 from slipstream.errors import PeerLost, SlipstreamError, WeightSyncError
 from slipstream.protocols import Manifest, WeightsOffer
 from slipstream.weight_sync.delta import DeltaPublisher
+from slipstream.weight_sync.ends import Publisher, Reader
 from slipstream.weight_sync.line import Line, socket_in
 from slipstream.weight_sync.memory import MemoryFile
 from slipstream.weight_sync.packing import Source, WeightSet, name_of, named_tensors
@@ -67,7 +68,7 @@ class _Answer(msgspec.Struct, frozen=True):
     on_gpus: bool = False
 
 
-class CollectivePublisher:
+class CollectivePublisher(Publisher):
     """The trainer's side: packs into slots of its own memory, and sends one to each engine that asks for it, a thread per engine.
 
     `folder` is a private directory; engines find this side in it. `num_slots` are the broker's; each takes memory once it is used.
@@ -174,7 +175,7 @@ class CollectivePublisher:
             yield part
 
 
-class CollectiveWeights:
+class CollectiveWeights(Reader):
     """The engine's side: `fetch` brings an offer's bytes into a block of its own, beside the ticks; the call applies them between two."""
 
     def __init__(self, model: Source, folder: str, engine_id: str, *, bucket_bytes: int, deadline_s: float = WEIGHTS_S):
@@ -256,13 +257,6 @@ class CollectiveWeights:
             self._connection = None
             group.close()
             line.close()
-
-
-def close_transport(*ends: object) -> None:
-    """End the threads and connections of a transport that has some."""
-    for end in ends:
-        if (close := getattr(end, "close", None)) is not None:
-            close()
 
 
 def _answer(line: Line, deadline_s: float) -> _Answer:

@@ -38,20 +38,23 @@ import numpy as np
 import torch
 import xxhash
 from msgspec import structs
+from torch import Tensor
 
 from slipstream.errors import WeightSyncError
 from slipstream.protocols import Delta, Manifest, ManifestEntry, WeightsOffer
 from slipstream.tensors import dtype_of
+from slipstream.weight_sync.block import Write, pack_block
+from slipstream.weight_sync.ends import Publisher, Reader
 from slipstream.weight_sync.hashed_copy import Hasher
 from slipstream.weight_sync.memory import MemoryFile
-from slipstream.weight_sync.packing import Source, WeightLayout, WeightSet, name_of, named_tensors, packed_bytes, with_ends
+from slipstream.weight_sync.packing import Source, WeightLayout, WeightSet, inside, name_of, packed_bytes
 from slipstream.weight_sync.shared_memory import MemoryWeights
 
 PAGE = 1 << 16  # elements: a position within one fits into 16 bits
 HISTORY = 4  # parts of earlier versions are kept up to a fourth of the whole block
 
 
-class DeltaPublisher:
+class DeltaPublisher(Publisher):
     """The trainer's side: packs whole weights into a slot as `MemoryPublisher`, and behind them the parts."""
 
     def __init__(self, source: Source, slots: Sequence[MemoryFile], dtype: torch.dtype | None = None):
@@ -61,37 +64,24 @@ class DeltaPublisher:
         self._before: tuple[int, str] | None = None  # slot and checksum of the pack before
         self._parts: deque[tuple[Delta, np.ndarray]] = deque()  # with their bytes, oldest first
 
-    @torch.no_grad()
     def pack(self, slot: int, incarnation: int, version: int) -> Manifest:
         """Write the current weights and the parts into this slot. The caller owns the slot (`begin_write`) until it publishes it.
 
         Raises MemoryNeedError where the slot's memory cannot be had.
         """
         self._slots[slot].resize(self.layout.total_bytes)
-        changes = None if self._before is None else Changes(self.layout.total_bytes)
-        old = self._slots[self._before[0]].map(writable=True) if self._before else None  # may be this very slot: compared, then written
-        checksum = self._pack(self._slots[slot].map(writable=True), old, changes)
-        if changes is not None and self._before is not None:
-            self._keep(changes.part(), version, self._before[1])
+        block, fraction = self._slots[slot].map(writable=True), None
+        if self._before is None:
+            checksum = pack_block(self.layout, self._source, block)
+        else:
+            before, base_checksum = self._before
+            old = self._slots[before].map(writable=True)  # may be this very slot: compared, then written
+            changes = Changes(self.layout.total_bytes)
+            checksum = pack_block(self.layout, self._source, block, _compared(old, changes))
+            self._keep(changes.part(), version, base_checksum)
+            fraction = changes.count / max(self._num_elements, 1)
         self._before = slot, checksum
-        manifest = self.layout.manifest(incarnation, version, checksum)
-        fraction = None if changes is None else changes.count / max(self._num_elements, 1)
-        return self._with_parts(manifest, slot, fraction)
-
-    def _pack(self, block: np.ndarray, old: np.ndarray | None, changes: Changes | None) -> str:
-        tensors, hasher = named_tensors(self._source), xxhash.xxh3_128()
-        for entry, end in with_ends(self.layout):
-            new, inside = packed_bytes(tensors[entry.name], entry), slice(entry.offset, entry.offset + entry.nbytes)
-            target, before = block[inside], None if old is None else old[inside]
-            for page in _pages(entry):
-                if before is not None and changes is not None:
-                    changes.page(_elements(new[page], entry), _elements(before[page], entry))
-                np.copyto(target[page], new[page])
-                hasher.update(target[page].data)
-            gap = block[entry.offset + entry.nbytes : end]
-            gap[:] = 0
-            hasher.update(gap.data)
-        return hasher.hexdigest()
+        return self._with_parts(self.layout.manifest(incarnation, version, checksum), slot, fraction)
 
     def _keep(self, data: np.ndarray | None, version: int, base_checksum: str) -> None:
         """One part more; those that lie too far back go. Without data, whole weights are smaller, and no chain leads past this version."""
@@ -111,6 +101,19 @@ class DeltaPublisher:
             at += len(data)
         deltas = tuple(delta for delta, _ in self._parts)
         return structs.replace(manifest, deltas=deltas, changed_fraction=changed_fraction)
+
+
+def _compared(old: np.ndarray, changes: Changes) -> Write:
+    """What writes a tensor page by page, each compared first with the packed block `old`."""
+
+    def write(target: np.ndarray, entry: ManifestEntry, tensor: Tensor, hasher: Hasher) -> None:
+        new, before = packed_bytes(tensor, entry), inside(old, entry)
+        for page in _pages(entry):
+            changes.page(_elements(new[page], entry), _elements(before[page], entry))
+            np.copyto(target[page], new[page])
+            hasher.update(target[page].data)
+
+    return write
 
 
 class Changes:
@@ -143,7 +146,7 @@ class Changes:
         return np.concatenate([piece.view(np.uint8) for piece in pieces])
 
 
-class DeltaWeights:
+class DeltaWeights(Reader):
     """The engine's side. `whole` applies an offer's whole weights; `read` gives the bytes of its parts, one by one, from this number on.
 
     The model is in no other hands: what was hashed when weights were applied is what it holds.
@@ -152,7 +155,6 @@ class DeltaWeights:
     def __init__(self, model: Source, whole: Callable[[WeightsOffer], str], read: Callable[[WeightsOffer, int], Iterable[np.ndarray]]):
         self._weights, self._whole, self._read = WeightSet(model), whole, read
         self._held = ""  # checksum of what the model holds, computed over it; "" for nothing known
-        self.refused = ""  # why the last offer's parts were not used, where they should have been
 
     def __call__(self, offer: WeightsOffer) -> str:
         """The checksum of the engine's own copy. Raises what `whole` raises; bad parts are repaired by it, and only noted (`refused`)."""
@@ -256,11 +258,6 @@ def memory_delta_weights(model: Source, slots: Sequence[MemoryFile]) -> DeltaWei
         return split(slots[offer.slot].map()[place_of(offer.manifest, first)], offer.manifest, first)
 
     return DeltaWeights(model, MemoryWeights(model, slots), read)
-
-
-def refused_by(load_weights: Callable[[WeightsOffer], str]) -> str:
-    """Why what changed was not used for the last sync, where it should have been; "" for any other payload."""
-    return load_weights.refused if isinstance(load_weights, DeltaWeights) else ""
 
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------------------

@@ -24,14 +24,15 @@ from slipstream.errors import RunFolderError, WeightSyncError
 from slipstream.protocols import Manifest, ManifestEntry, WeightsOffer, WholeWeights
 from slipstream.tensors import dtype_of
 from slipstream.weight_sync.delta import DeltaPublisher, DeltaWeights, place_of
+from slipstream.weight_sync.ends import Publisher
 from slipstream.weight_sync.files import FilePublisher, FileWeights
 from slipstream.weight_sync.memory import MemoryFile
-from slipstream.weight_sync.packing import Source, WeightLayout, name_of
+from slipstream.weight_sync.packing import Source, WeightLayout, inside, name_of
 from slipstream.weight_sync.safetensors_header import places, read_header, write_header
 from slipstream.weight_sync.weight_directory import RUN, WeightDirectory
 
 
-class FileDeltaPublisher:
+class FileDeltaPublisher(Publisher):
     """The trainer's side."""
 
     def __init__(self, source: Source, directory: WeightDirectory, num_slots: int, dtype: torch.dtype | None = None):
@@ -56,6 +57,9 @@ class FileDeltaPublisher:
             self._whole = WholeWeights(incarnation=incarnation, version=version, checksum=manifest.checksum)
         self._keep(slot, {self._directory.file(self._whole.incarnation, self._whole.version), *_part_files(self._directory, manifest)})
         return msgspec.structs.replace(manifest, whole=self._whole)
+
+    def close(self) -> None:
+        self._block.close()
 
     def _packed(self) -> dict[str, torch.Tensor]:
         """The packed block as tensors, tied names included."""
@@ -122,7 +126,5 @@ def _entry(num_bytes: int) -> ManifestEntry:
 
 def _tensors(block: np.ndarray, layout: WeightLayout) -> dict[str, torch.Tensor]:
     """The packed block as tensors that share its memory, tied names included."""
-    tensors = {
-        e.name: torch.from_numpy(block[e.offset : e.offset + e.nbytes]).view(dtype_of(e.dtype)).view(e.shape) for e in layout.entries
-    }
+    tensors = {e.name: torch.from_numpy(inside(block, e)).view(dtype_of(e.dtype)).view(e.shape) for e in layout.entries}
     return tensors | {name: tensors[target] for name, target in layout.aliases.items()}

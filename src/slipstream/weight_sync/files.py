@@ -20,6 +20,7 @@ import torch
 
 from slipstream.errors import RunFolderError, WeightSyncError
 from slipstream.protocols import Manifest, ManifestEntry, WeightsOffer
+from slipstream.weight_sync.ends import Publisher, Reader
 from slipstream.weight_sync.hashed_copy import CHUNK_BYTES, Hasher
 from slipstream.weight_sync.packing import Fill, Source, WeightLayout, WeightSet, name_of, send
 from slipstream.weight_sync.safetensors_header import Header, TensorPlace, places, read_header, write_header
@@ -28,7 +29,7 @@ from slipstream.weight_sync.weight_directory import RUN, WeightDirectory, check_
 _CHECKSUM_LENGTH = 32  # xxh3-128 in hex
 
 
-class FilePublisher:
+class FilePublisher(Publisher):
     """The trainer's side: writes the weights, cast included, into a file of their own."""
 
     def __init__(self, source: Source, directory: WeightDirectory, num_slots: int, dtype: torch.dtype | None = None):
@@ -80,7 +81,7 @@ class FilePublisher:
         return write_header(self._places, {**manifest.aliases, "format": "pt", RUN: self._directory.run_id, **_identity(manifest)})
 
 
-class FileWeights:
+class FileWeights(Reader):
     """The engine's side: applies an offer to its model."""
 
     def __init__(self, model: Source, directory: WeightDirectory):

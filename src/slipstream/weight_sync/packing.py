@@ -100,7 +100,7 @@ class WeightSet:
             )
 
         def fill(target: np.ndarray, entry: ManifestEntry, hasher: Hasher) -> None:
-            hashed_copy(target, block[entry.offset : entry.offset + entry.nbytes], hasher)
+            hashed_copy(target, inside(block, entry), hasher)
 
         return self.overwrite(manifest, fill)
 
@@ -166,16 +166,35 @@ def send(layout: WeightLayout, source: Source, write: Callable[[memoryview], obj
 
     `write` gets the same bytes, cast included, chunk by chunk, without the gaps between tensors.
     """
-    tensors = named_tensors(source)
-    hasher, zeros = xxhash.xxh3_128(), bytes(ALIGNMENT)
-    for entry, end in with_ends(layout):
-        data = packed_bytes(tensors[entry.name], entry)
+
+    def take(entry: ManifestEntry, tensor: Tensor, hasher: Hasher) -> None:
+        data = packed_bytes(tensor, entry)
         if write is None:
             hasher.update(data.data)
         else:
             hashed_write(write, data, hasher)
+
+    return fold(layout, source, take)
+
+
+def fold(layout: WeightLayout, source: Source, take: Callable[[ManifestEntry, Tensor, Hasher], None]) -> str:
+    """The xxh3-128 of the packed block, gaps zero: `take` gets one whole tensor after the other and feeds its packed bytes to the hash.
+
+    Of sharded weights nobody holds the tensor before any more when the next one is gathered; every other rank calls `block.lend_shards`.
+    """
+    tensors = named_tensors(source)
+    hasher, zeros = xxhash.xxh3_128(), bytes(ALIGNMENT)
+    for entry, end in with_ends(layout):
+        take(entry, whole(tensors[entry.name], entry), hasher)
         hasher.update(zeros[: end - entry.offset - entry.nbytes])
     return hasher.hexdigest()
+
+
+def whole(tensor: Tensor, entry: ManifestEntry) -> Tensor:
+    """The tensor itself; a DTensor is cast before it is gathered, so that no more bytes travel than are packed."""
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    return tensor.to(dtype_of(entry.dtype)).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # ---- pieces --------------------------------------------------------------------------------------------------------------------
@@ -204,6 +223,11 @@ def with_ends(layout: WeightLayout) -> Iterable[tuple[ManifestEntry, int]]:
     """Each entry with where the next one starts (or the block ends)."""
     starts = [e.offset for e in layout.entries[1:]]
     return zip(layout.entries, [*starts, layout.total_bytes], strict=True)
+
+
+def inside(block: np.ndarray, entry: ManifestEntry) -> np.ndarray:
+    """Where the tensor lies in a packed block, uint8[entry.nbytes]."""
+    return block[entry.offset : entry.offset + entry.nbytes]
 
 
 def _overwrite(target: Tensor, entry: ManifestEntry, fill: Fill, hasher: xxhash.xxh3_128, over_own: bool) -> None:

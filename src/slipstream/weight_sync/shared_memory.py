@@ -8,11 +8,12 @@ import torch
 
 from slipstream.protocols import Manifest, WeightsOffer
 from slipstream.weight_sync.block import pack_block
+from slipstream.weight_sync.ends import Publisher, Reader
 from slipstream.weight_sync.memory import MemoryFile
 from slipstream.weight_sync.packing import Source, WeightLayout, WeightSet
 
 
-class MemoryPublisher:
+class MemoryPublisher(Publisher):
     """The trainer's side: packs the weights, cast included, into a slot. The slot is the staging; nothing else of that size is held."""
 
     def __init__(self, source: Source, slots: Sequence[MemoryFile], dtype: torch.dtype | None = None):
@@ -30,7 +31,7 @@ class MemoryPublisher:
         return self.layout.manifest(incarnation, version, checksum)
 
 
-class MemoryWeights:
+class MemoryWeights(Reader):
     """The engine's side: applies an offer to its model."""
 
     def __init__(self, model: Source, slots: Sequence[MemoryFile]):

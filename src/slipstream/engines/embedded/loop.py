@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from slipstream.beside import beside
 from slipstream.protocols import ControllerAPI, Progress, WeightsOffer
 from slipstream.types import EngineReport, Frame
-from slipstream.weight_sync.delta import refused_by
+from slipstream.weight_sync.ends import Reader
 
 if TYPE_CHECKING:
     from slipstream.engines.embedded.engine import EmbeddedEngine
@@ -21,7 +21,7 @@ TICK_DEADLINE_S = 300.0  # one prefill budget and one decode pass; a model that 
 async def run_engine(
     engine: EmbeddedEngine,
     controller: ControllerAPI,
-    load_weights: Callable[[WeightsOffer], str],
+    load_weights: Reader,
     send_frame: Callable[[Frame], Awaitable[None]],
     wake: asyncio.Event,
     page: Progress,
@@ -77,9 +77,7 @@ def _next_offer(
     return asyncio.create_task(arrived(), name="engine: next weights")
 
 
-async def _adopt(
-    engine: EmbeddedEngine, controller: ControllerAPI, load_weights: Callable[[WeightsOffer], str], offer: WeightsOffer
-) -> None:
+async def _adopt(engine: EmbeddedEngine, controller: ControllerAPI, load_weights: Reader, offer: WeightsOffer) -> None:
     """Copy, hash, report. The report says what the engine's own copy hashes to; the controller compares."""
     began = time.perf_counter()
     manifest = offer.manifest
@@ -91,7 +89,7 @@ async def _adopt(
         version=manifest.version,
         checksum=checksum,
         sync_s=time.perf_counter() - began,
-        repaired=refused_by(load_weights),
+        repaired=load_weights.refused,
     )
     await controller.confirm_weights(offer.slot, report)
 
