@@ -87,6 +87,7 @@ def make(**tables: Any) -> Config:
         (INLINE | {"weight_sync": {"lag": 1}, "rollout": {"interrupt": "drain"}}, ("lag = 1", '"drain"', "only when nothing runs")),
         (INLINE | {"weight_sync": {"lag": 1}, "rollout": {"kv": "recompute"}}, ("lag = 1", 'kv = "recompute"')),
         ({"weight_sync": {"directory": "w"}}, ('directory = "w"', '"shared_memory", which writes no files', 'transport = "files"')),
+        ({"weight_sync": {"bucket_mib": 8}}, ("bucket_mib = 8", '"shared_memory", which sends no messages', 'transport = "collective"')),
         ({"run": {"deterministic": True}}, ("deterministic", 'launch = "inline"')),
         ({"weight_sync": {"lag": 1}}, ("lag = 1", 'launch = "inline"')),
         (INLINE | {"engine": {"replicas": 2}}, ("replicas = 2", 'launch = "inline"', 'launch = "local"')),

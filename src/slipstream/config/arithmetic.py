@@ -118,7 +118,8 @@ class Arithmetic:
             *self._publication(),
             f"{_count(self.steps, 'step')}: {self.groups:,} groups, {self.samples:,} samples{self._epochs()}",
             f"at most {self.max_rollouts_in_flight:,} rollouts in flight for {_count(self.engine_slots, 'engine slot')}"
-            f"{self._slots_note()}, window {'unbounded' if self.window is None else self.window}",
+            f"{self._slots_note()}, a batch is {self.samples_per_step / self.engine_slots:.2g} times the slots, window "
+            f"{'unbounded' if self.window is None else self.window}",
             f"at most {self.max_new_tokens_per_rollout:,} new tokens per rollout, {self.max_new_tokens_per_step:,} per step; "
             f"context {self.max_context_tokens:,} tokens, KV pool at most {self.kv_pool_tokens:,} tokens",
             f"{_count(self.checkpoints, 'checkpoint')}, "

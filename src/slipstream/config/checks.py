@@ -21,7 +21,7 @@ from slipstream.config.lora_problems import lora_advice, lora_problems
 from slipstream.config.loss_problems import loss_advice, loss_problems
 from slipstream.config.loss_tables import is_own
 from slipstream.config.paths import is_inline_template, resolve_path
-from slipstream.config.settings import Config
+from slipstream.config.settings import Config, WeightSyncSettings
 
 TIMES = re.compile(r"^(?!reward/).*(_s|_idle_fraction)$")  # metrics that measure time
 BUILTIN_REWARDS = ("exact", "number", "regex", "judge")
@@ -238,6 +238,12 @@ def _transport(config: Config) -> Iterator[Conflict]:
             ("weight_sync.directory", "weight_sync.transport"),
             f'directory = "{sync.directory}" with transport = "{sync.transport}", which writes no files; use transport = "files" or leave '
             "directory out",
+        )
+    if sync.bucket_mib != WeightSyncSettings().bucket_mib and sync.transport != "collective":
+        yield Conflict(
+            ("weight_sync.bucket_mib", "weight_sync.transport"),
+            f'bucket_mib = {sync.bucket_mib} with transport = "{sync.transport}", which sends no messages; use transport = "collective" or '
+            "leave bucket_mib out",
         )
 
 

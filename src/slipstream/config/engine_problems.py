@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from slipstream.config.problem import Problem
 from slipstream.config.settings import Config, EngineSettings
 
 VLLM_TEMPERATURES = (0.01, 2.0)  # beside 0: what is hotter it refuses, what is colder it would silently sample at 0.01
 SERVER_URLS = ("http://", "https://", "unix:")  # what the URL of a vLLM server begins with
-Problem = tuple[tuple[str, ...], str]  # (keys, the first to blame; what is wrong and what to do)
 
 
 def engine_problems(config: Config, *, trains: bool) -> Iterator[Problem]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slipstream.config.arithmetic import lowest_staleness, max_groups_in_flight, staleness_bound
+from slipstream.config.problem import Problem
 from slipstream.config.settings import BufferSettings, Config, CorrectionSettings, RolloutSettings
-
-Problem = tuple[tuple[str, ...], str]  # (keys, the first to blame; what is wrong and what to do)
 
 
 def gate_problems(config: Config) -> Iterator[Problem]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from slipstream.config.problem import Problem
 from slipstream.config.settings import Config, LoraSettings
-
-Problem = tuple[tuple[str, ...], str]  # (keys, the first to blame; what is wrong and what to do)
 
 
 def lora_problems(config: Config) -> Iterator[Problem]:

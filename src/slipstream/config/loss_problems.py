@@ -8,9 +8,8 @@ from math import inf
 
 from slipstream.config.frozen_models import only_teacher
 from slipstream.config.loss_tables import ADVANTAGES, ALIASES, CORRECTIONS, POLICY_LOSSES, PRESETS, alias, corrections_of, expand, is_own
+from slipstream.config.problem import Problem
 from slipstream.config.settings import Config, CorrectionSettings, LossSettings
-
-Problem = tuple[tuple[str, ...], str]  # (keys, the first to blame; what is wrong and what to do)
 
 
 def loss_problems(config: Config, *, reward_given: bool) -> Iterator[Problem]:
