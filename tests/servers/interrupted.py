@@ -22,7 +22,7 @@ from slipstream.engines.interrupts import InterruptPolicy
 from slipstream.engines.vllm.engine import VllmEngine
 from slipstream.engines.vllm.loop import run_vllm_engine
 from slipstream.engines.vllm.server import MODEL
-from slipstream.engines.vllm.weights import ServerWeights
+from slipstream.engines.vllm.weights import ServerWeights, WholeWeights
 from slipstream.launch.page import NullProgress
 from slipstream.protocols import Generation, WeightsOffer
 from slipstream.types import EngineReport, Frame, GenerateRequest, Purpose, Sampling, StopReason
@@ -64,16 +64,16 @@ class _Interrupted:
         self._engine = VllmEngine(
             live.client, engine_id="engine-0", model=MODEL, slots=8, max_context=128, vocab_size=vocab_size, policy=policy
         )
-        self._weights = ServerWeights(live.client, MODEL, vocab_size)
+        path = f"/proc/{os.getpid()}/fd/{live.slot.fileno()}"
+        self._weights = WholeWeights(self._engine, ServerWeights(live.client, MODEL, vocab_size), lambda offer: path)
         self._router, self._news, self._num_tokens = FrameRouter(), asyncio.Condition(), 0
         self._offers: asyncio.Queue[WeightsOffer] = asyncio.Queue()
         self._confirmed: set[int] = set()
 
     async def run(self) -> Story:
-        path = f"/proc/{os.getpid()}/fd/{self._live.slot.fileno()}"
         async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
             engine = group.create_task(
-                run_vllm_engine(self._engine, self._weights, self, lambda offer: path, self._send, NullProgress(), asyncio.Event().wait)  # type: ignore[arg-type]
+                run_vllm_engine(self._engine, self._weights, self, self._send, NullProgress(), asyncio.Event().wait)  # type: ignore[arg-type]
             )
             await self._publish()
             running = [group.create_task(self._complete(sample)) for sample in range(FIRST)]

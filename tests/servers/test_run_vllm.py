@@ -20,6 +20,15 @@ pytestmark = needs_vllm
     [
         pytest.param({"weight_sync": {"transport": "shared_memory"}}, id="shared memory", marks=pytest.mark.core),
         pytest.param({"weight_sync": {"transport": "files"}, "lora": {"rank": 4}}, id="files, an adapter merged"),
+        pytest.param({"weight_sync": {"payload": "adapter"}, "lora": {"rank": 4}, "rollout": {"kv": "recompute"}}, id="an adapter"),
+        pytest.param(
+            {
+                "weight_sync": {"payload": "adapter", "transport": "files"},
+                "lora": {"rank": 1, "rslora": True},
+                "rollout": {"kv": "recompute"},
+            },
+            id="files, an adapter",
+        ),
     ],
 )
 def test_a_run(tmp_path: Path, changes: dict[str, Any]) -> None:

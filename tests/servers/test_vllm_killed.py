@@ -65,12 +65,18 @@ def time_without_load(run: LiveRun, killed: float) -> float:
     return (started - killed) + (first - loaded)
 
 
-def test_a_server_is_killed_and_its_rollouts_go_on_at_its_successor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("payload", ["full", "adapter"])
+def test_a_server_is_killed_and_its_rollouts_go_on_at_its_successor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], payload: str
+) -> None:
     file = run_file(tmp_path)
     settings = tomllib.loads(file.read_text())
     settings["model"]["name"] = str(tiny_model(tmp_path / "model"))
     settings["engine"] |= {"type": "vllm", "python": vllm_python()}
     settings["rollout"] |= {"max_attempts": 1, "temperature": 2.0}
+    if payload == "adapter":
+        settings |= {"lora": {"rank": 4}, "weight_sync": {"payload": "adapter"}}
+        settings["rollout"]["kv"] = "recompute"
     settings["trainer"]["steps"] = STEPS
     file.write_text(tomli_w.dumps(settings))
     with LiveRun(file) as run:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.engines.vllm.client import Client
 from slipstream.engines.vllm.environment import LOCAL_PYTHON, find_environment
-from slipstream.engines.vllm.server import MODEL, Server, ServerSpec
+from slipstream.engines.vllm.server import MODEL, AdapterRoom, Server, ServerSpec
 from slipstream.engines.vllm.weights import ServerWeights
 from slipstream.models.attention import attach
 from slipstream.models.tiny import TinyRecipe, make_model, make_tokenizer
@@ -79,8 +79,10 @@ def tiny_model(folder: Path) -> Path:
 class LiveServer:
     """A server, the model it was started for on our side, and a slot to pack that model into."""
 
-    def __init__(self, runner: asyncio.Runner, model: PreTrainedModel, folder: Path, private: Path, dtype: torch.dtype):
-        self._runner, self.folder, self.private, self.dtype = runner, folder, private, dtype
+    def __init__(
+        self, runner: asyncio.Runner, model: PreTrainedModel, folder: Path, private: Path, dtype: torch.dtype, room: AdapterRoom | None
+    ):
+        self._runner, self.folder, self.private, self.dtype, self.room = runner, folder, private, dtype, room
         self.model = model.eval()
         attach(model)
         self.slot = MemoryFile.create("test")
@@ -91,7 +93,7 @@ class LiveServer:
         """A model's own sampling settings mean nothing to the route that is used: with these, what is sampled would be another thing."""
         spec = ServerSpec(
             engine_id="engine-0", model=self.folder, dtype=str(self.dtype).removeprefix("torch."), max_context=128, slots=8, threads=1,
-            number=0, seed=1, kv_bytes_per_token=1 << 13, transfer="slipstream_shared_memory",
+            number=0, seed=1, kv_bytes_per_token=1 << 13, transfer="slipstream_shared_memory", adapters=self.room,
             extra=("--override-generation-config", '{"top_k": 1, "temperature": 0.1, "repetition_penalty": 2.0}'),
         )  # fmt: skip
         environment = await find_environment(vllm_python())
@@ -120,13 +122,13 @@ class LiveServer:
         assert self.run(self.load(manifest)) == manifest.checksum
         return manifest
 
-    def greedy(self, prompt: list[int], count: int = 12) -> tuple[list[int], list[float]]:
+    def greedy(self, prompt: list[int], count: int = 12, model: str = MODEL) -> tuple[list[int], list[float]]:
         """What the server says: tokens and their logprobs."""
-        return self.run(self._greedy(prompt, count))
+        return self.run(self._greedy(prompt, count, model))
 
-    async def _greedy(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    async def _greedy(self, prompt: list[int], count: int, model: str) -> tuple[list[int], list[float]]:
         sampling = {"max_tokens": count, "temperature": 0.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
-        body = {"model": MODEL, "token_ids": prompt, "sampling_params": sampling, "stream": True, "cache_salt": f"1.{self.version}"}
+        body = {"model": model, "token_ids": prompt, "sampling_params": sampling, "stream": True, "cache_salt": f"1.{self.version}"}
         choices = [chunk["choices"][0] async for chunk in self.client.stream(body)]
         entries = [entry for choice in choices for entry in choice["logprobs"]["content"]]
         return [entry["token_id"] for entry in entries], [entry["logprob"] for entry in entries]
@@ -151,12 +153,12 @@ class LiveServer:
 
 
 @contextmanager
-def live_server(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Iterator[LiveServer]:
+def live_server(model: PreTrainedModel, dtype: torch.dtype = torch.float32, room: AdapterRoom | None = None) -> Iterator[LiveServer]:
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         path, private = Path(folder) / "model", Path(folder) / "private"
         private.mkdir(mode=0o700)
         model.save_pretrained(path)
-        live = LiveServer(runner, model, path, private, dtype)
+        live = LiveServer(runner, model, path, private, dtype, room)
         runner.run(live.start())
         try:
             yield live

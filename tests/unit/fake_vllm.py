@@ -37,6 +37,10 @@ class FakeVllm:
         self.checksum: str | None = None  # that the report names; by default what was asked for
         self.key: str | None = None  # that every route asks for
         self._reports: list[dict[str, Any] | None] = [None]
+        self.adapters: dict[str, Path] = {}  # name -> folder
+        self.most_adapters = 0
+        self.unused: list[str] = []  # layers that the adapters have and the server does not use
+        self.logprobs: dict[str, float] = {}  # model or adapter -> of all its tokens
         self._moved = asyncio.Condition()  # tokens were allowed, the server was paused or resumed
         self._allowed: float = float("inf")  # tokens that each sequence may still sample
         self.num_sampled = 0  # tokens, of all sequences
@@ -49,6 +53,8 @@ class FakeVllm:
         app = web.Application(middlewares=[self._require_key])
         for route in ("pause", "resume", "start_weight_update", "update_weights", "collective_rpc", "finish_weight_update"):
             app.router.add_post(f"/{route}", self._control)
+        for route in ("load_lora_adapter", "unload_lora_adapter"):
+            app.router.add_post(f"/v1/{route}", self._control)
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_get("/health", self._health)
         for route in ("/version", "/v1/models", "/weight_info", "/is_paused"):
@@ -99,16 +105,17 @@ class FakeVllm:
     async def _about(self, request: web.Request) -> web.Response:
         if (status := self.control_failures.pop(request.path, 200)) != 200:
             return _json({"error": {"message": f"{request.path} fails"}}, status)
-        model = {"id": "theirs", "max_model_len": self.max_model_len}
-        return _json({"version": self.vllm_version, "data": [model], "weight_version": self.label})
+        models = [{"id": "theirs", "max_model_len": self.max_model_len}, *({"id": name} for name in self.adapters)]
+        return _json({"version": self.vllm_version, "data": models, "weight_version": self.label})
 
     async def _control(self, request: web.Request) -> web.Response:
         query = ",".join(f"{k}={v}" for k, v in request.query.items())
-        self.calls.append(request.path[1:] + (f"?{query}" if query else ""))
+        route = request.path.rpartition("/")[2]
+        self.calls.append(route + (f"?{query}" if query else ""))
         if (status := self.control_failures.pop(request.path, 200)) != 200:
             return _json({"error": {"message": f"{request.path} fails"}}, status)
         body = await request.json() if request.can_read_body else None
-        return await getattr(self, "_" + request.path[1:])(body)
+        return await getattr(self, "_" + route)(body)
 
     async def _pause(self, body: Any) -> web.Response:
         await self._set_paused(True)
@@ -141,11 +148,27 @@ class FakeVllm:
             if self.about is None:
                 return _json({"error": {"message": "'CPUWorker' object has no attribute 'slipstream_about'"}}, 500)
             return _json({"results": [self.about]})
+        if body["method"] == "slipstream_newest_adapter":
+            return _json({"results": [{"used": 3, "unused": self.unused}]})
         return _json({"results": self._reports})
 
     async def _finish_weight_update(self, body: Any) -> web.Response:
         self.label = body["weight_version"]
         return _json({})
+
+    async def _load_lora_adapter(self, body: Any) -> web.Response:
+        name, folder = body["lora_name"], Path(body["lora_path"])
+        if self.refusal or name in self.adapters:
+            said, self.refusal = self.refusal or f"The lora adapter '{name}' has already been loaded.", ""
+            return _json({"error": {"message": said}}, 400)
+        assert (folder / "adapter_config.json").exists(), "whole before it is named"
+        self.adapters[name] = folder
+        self.most_adapters = max(self.most_adapters, len(self.adapters))
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload_lora_adapter(self, body: Any) -> web.Response:
+        del self.adapters[body["lora_name"]]
+        return web.Response(text="Success")
 
     # ---- generation
 
@@ -156,6 +179,8 @@ class FakeVllm:
         if not body.get("stream"):
             return self._score(body)
         self.requests.append(body)
+        if body.get("model", "policy") not in ("policy", *self.adapters):
+            return _json({"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}}, 404)
         failure, _, argument = (self.failures.pop(0) if self.failures else "").partition(" ")
         if failure.isdigit():
             return _json({"error": {"message": "out of order", "code": int(failure)}}, int(failure))
@@ -195,7 +220,7 @@ class FakeVllm:
             token = 100 + len(body["token_ids"]) + index
             reason = "stop" if token in sampling["stop_token_ids"] else "length" if index + 1 == sampling["max_tokens"] else None
             reason = argument if failure == "finish" else reason
-            logprob = float(argument) if failure == "logprob" else LOGPROB
+            logprob = float(argument) if failure == "logprob" else self.logprobs.get(body.get("model", ""), LOGPROB)
             chunk_tokens.append(token)
             if len(chunk_tokens) < merged and not reason:
                 continue
@@ -216,7 +241,7 @@ class FakeVllm:
 
     def _score(self, body: dict[str, Any]) -> web.Response:
         tokens = body["token_ids"][1:]
-        values = self.prompt_logprobs or [LOGPROB] * len(tokens)
+        values = self.prompt_logprobs or [self.logprobs.get(body.get("model", ""), LOGPROB)] * len(tokens)
         entries = [{str(token): {"logprob": value}} for token, value in zip(tokens, values, strict=True)]
         return _json({"prompt_logprobs": [None, *entries]})
 

@@ -12,6 +12,7 @@ from slipstream.config.arithmetic import arithmetic
 from slipstream.config.checks import BUILTIN_REWARDS, advice, check
 from slipstream.errors import ConfigError
 
+VLLM_ADAPTER: dict[str, Any] = {"engine": {"type": "vllm"}, "lora": {"rank": 4}, "weight_sync": {"payload": "adapter"}}
 INLINE: dict[str, Any] = {"launch": "inline"}
 ONLY_TEACHER: dict[str, Any] = {"reward": [], "loss": {"teacher": "big"}}
 READY_FIRST: dict[str, Any] = {"window": "unbounded", "max_groups": 12}
@@ -74,10 +75,12 @@ def make(**tables: Any) -> Config:
             {"engine": {"type": "vllm"}, "weight_sync": {"payload": "delta"}},
             ('payload = "delta"', "own layout", '"full"'),
         ),
+        (VLLM_ADAPTER, ('kv = "keep"', 'payload = "adapter"', 'rollout.kv = "recompute"', '"drain"')),
         (
-            {"engine": {"type": "vllm"}, "lora": {"rank": 4}, "weight_sync": {"payload": "adapter"}},
-            ('payload = "adapter"', "merged weights", "leave payload out"),
+            VLLM_ADAPTER | {"lora": {"rank": 4, "modules_to_save": ["norm"]}, "rollout": {"interrupt": "drain"}},
+            ("modules_to_save", "no whole modules", 'payload = "full"'),
         ),
+        (VLLM_ADAPTER | {"lora": {"rank": 600}, "rollout": {"interrupt": "drain"}}, ("rank = 600", "up to 512", 'payload = "full"')),
         (
             {"engine": {"type": "vllm"}, "rollout": {"interrupt": "abort_resume"}},
             ('"abort_resume"', 'kv = "keep"', 'kv = "recompute"'),

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.config.settings import Config, DataSettings, EngineSettings, LossSettings, ModelSettings, RolloutSettings, TrainerSettings
+from slipstream.config.arithmetic import adapter_places
+from slipstream.config.settings import (
+    Config,
+    DataSettings,
+    EngineSettings,
+    LoraSettings,
+    LossSettings,
+    ModelSettings,
+    RolloutSettings,
+    TrainerSettings,
+    WeightSyncSettings,
+)
 from slipstream.errors import MemoryNeedError, ModelError
 from slipstream.models import memory
 from slipstream.models.memory import ModelSize, check_memory, local_folder, memory_need, read_model_size
@@ -67,6 +78,10 @@ def test_saved_states_count_where_interrupts_make_them(saved, sequences):
 def test_a_server_holds_no_pinned_copy_and_has_processes_of_its_own():
     plain = Config(data=DataSettings(eval=None), engine=EngineSettings(slots=8, type="vllm"))
     assert memory_need(plain, SIZE).parts["engine"] == 2 * 4_000_000 + 8 * 2 * 64 * 2 * 50 * 4 + (3 << 30)
+    adapters = plain.model_copy(update={"lora": LoraSettings(rank=4), "weight_sync": WeightSyncSettings(payload="adapter")})
+    sent = memory_need(adapters, SIZE).parts["weight sync"] // 3
+    more = memory_need(adapters, SIZE).parts["engine"] - memory_need(plain, SIZE).parts["engine"]
+    assert more == 2 * 4_000_000 + 2 * adapter_places(adapters) * sent, "its base comes from a model and a block of the driver's"
     attached = Config(engine=EngineSettings(type="vllm", urls=["http://somewhere"]))
     assert memory_need(attached, SIZE).parts["engine"] == 0
 

@@ -23,7 +23,7 @@ from slipstream.engines.vllm.attach import KEY_VARIABLE, MODEL_KEYS, Attached, N
 from slipstream.engines.vllm.client import Client, Refused
 from slipstream.engines.vllm.environment import PLUGIN, VllmEnvironment, clean_environment, find_environment
 from slipstream.engines.vllm.labels import version_of
-from slipstream.engines.vllm.server import Server, ServerDied, ServerSpec
+from slipstream.engines.vllm.server import AdapterRoom, Server, ServerDied, ServerSpec
 from slipstream.engines.vllm.versions import TESTED, check_version
 from slipstream.errors import ConfigError, DeadlineExceeded, ModelError, WeightSyncError
 
@@ -56,6 +56,21 @@ def test_the_command_line() -> None:
         assert part in text
     assert command[-2:] == ["--max-num-batched-tokens", "512"], "a person's own arguments come last, and win"
     assert "--host" not in text and "--port" not in text, "no port is opened"
+
+
+def test_a_server_for_adapters_has_places_rank_and_layers_for_them() -> None:
+    """Without --lora-target-modules vLLM would compute with products of 0 in all other layers, and in the output head."""
+    spec = replace(SPEC, adapters=AdapterRoom(places=5, rank=4, targets=("q_proj", "v_proj")))
+    assert "--enable-lora --max-loras 5 --max-lora-rank 8 --lora-target-modules q_proj v_proj --max-num-batched-tokens" in " ".join(
+        spec.command(environment(), Path("/private/engine-0.vllm"))
+    )
+    assert spec.variables(environment())["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in SPEC.variables(environment())
+
+
+@pytest.mark.parametrize(("rank", "served"), [(1, 1), (2, 8), (16, 16), (17, 32), (257, 320), (512, 512)])
+def test_the_smallest_rank_that_vllm_has_kernels_for(rank: int, served: int) -> None:
+    assert AdapterRoom(places=2, rank=rank, targets=("q_proj",)).served_rank == served
 
 
 def test_memory_and_cores_of_the_cpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,19 +236,20 @@ asyncio.run(main())
 
 ABOUT = {
     "backend": "slipstream_shared_memory", "logprobs_mode": "processed_logprobs", "slots": 32, "device": "cpu",
-    "model": {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2},
+    "model": {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2}, "adapters": None,
 }  # fmt: skip
+ROOM = {"places": 4, "rank": 8, "targets": None, "while_running": True}
 NEEDS = Needs(max_context=100, slots=32, backend="slipstream_shared_memory", model=ABOUT["model"])
 
 
-def attach_to(tmp_path: Path, prepare: Callable[[FakeVllm], None], socket: str | None = "s") -> Attached:
+def attach_to(tmp_path: Path, prepare: Callable[[FakeVllm], None], socket: str | None = "s", needs: Needs = NEEDS) -> Attached:
     async def main() -> Attached:
         fake = FakeVllm()
         fake.about = dict(ABOUT)
         prepare(fake)
         url = await fake.start(tmp_path / socket if socket else None)
         try:
-            attached = await attach(url, NEEDS)
+            attached = await attach(url, needs)
             await attached.client.close()
             return attached
         finally:
@@ -292,6 +308,31 @@ def test_what_a_person_should_know_of_a_server(tmp_path: Path) -> None:
         assert f"the key of the server at {url} travels in the clear" in str(clear_note(url))
     for url in ("http://localhost:8000", "http://127.0.0.3:8000", "http://[::1]:8000", "https://gpu-1", "unix:/s"):
         assert clear_note(url) is None
+
+
+@pytest.mark.parametrize(
+    ("room", "words"),
+    [
+        (None, "takes no adapters: .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-loras 4 --max-lora-rank 8 --lora-target"),
+        (ROOM | {"while_running": False}, "no adapters while it runs: .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+        (ROOM | {"places": 3}, "--max-loras 3, this run needs at least 4"),
+        (ROOM | {"rank": 1}, "--max-lora-rank 1, this run needs at least 4"),
+        (ROOM | {"targets": ["v_proj"]}, "leave the adapter's part for q_proj out"),
+        (ROOM, None),
+        (ROOM | {"targets": ["q_proj", "v_proj", "o_proj"]}, None),
+    ],
+)
+def test_room_for_adapters_on_a_running_server(tmp_path: Path, room: dict | None, words: str | None) -> None:
+    needs = replace(NEEDS, adapters=AdapterRoom(places=4, rank=4, targets=("q_proj", "v_proj")))
+
+    def prepare(fake: FakeVllm) -> None:
+        fake.about = ABOUT | {"adapters": room}
+
+    if words is None:
+        assert attach_to(tmp_path, prepare, needs=needs).model == "theirs"
+    else:
+        with pytest.raises(ConfigError, match=words):
+            attach_to(tmp_path, prepare, needs=needs)
 
 
 def test_a_server_that_is_not_there_is_waited_for_and_then_given_up(tmp_path: Path) -> None:

@@ -196,3 +196,10 @@ def arithmetic(config: Config, num_rows: int | None = None) -> Arithmetic:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def adapter_places(config: Config) -> int:
+    """Adapters that a server must have room for: of the versions that running sequences may be on, from the oldest that is still trained to
+    the newest; of the next one; and of one that an evaluation pins. With fewer, a new version waits until an old one is needed no more."""
+    bound = staleness_bound(config)
+    return (config.buffer.max_staleness if bound is None else bound) + 2 + (config.data.eval is not None)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from slipstream.config.problem import Problem
 from slipstream.config.settings import Config, EngineSettings
 
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM has kernels for
 VLLM_TEMPERATURES = (0.01, 2.0)  # beside 0: what is hotter it refuses, what is colder it would silently sample at 0.01
 SERVER_URLS = ("http://", "https://", "unix:")  # what the URL of a vLLM server begins with
 
@@ -137,9 +138,29 @@ def _payload(config: Config) -> Iterator[Problem]:
             'trainer\'s mean nothing to it; use payload = "full"',
         )
     if config.weight_sync.payload == "adapter" and config.lora.on:
+        yield from _adapter(config)
+
+
+def _adapter(config: Config) -> Iterator[Problem]:
+    lora, rollout = config.lora, config.rollout
+    if lora.modules_to_save:
         yield (
-            ("weight_sync.payload", "engine.type"),
-            'payload = "adapter" with engine.type = "vllm": a server gets merged weights, which it computes with faster; leave payload out',
+            ("lora.modules_to_save", "weight_sync.payload", "engine.type"),
+            'modules_to_save with payload = "adapter" and engine.type = "vllm": a server takes products beside linear layers, and no '
+            'whole modules; use payload = "full", which sends everything merged',
+        )
+    if lora.rank > SERVED_RANKS[-1]:
+        yield (
+            ("lora.rank", "weight_sync.payload", "engine.type"),
+            f'rank = {lora.rank} with payload = "adapter" and engine.type = "vllm", which serves ranks up to {SERVED_RANKS[-1]}; use '
+            'payload = "full"',
+        )
+    if rollout.interrupt == "in_flight" and rollout.kv == "keep":
+        yield (
+            ("rollout.kv", "weight_sync.payload", "engine.type"),
+            'kv = "keep" with payload = "adapter" and engine.type = "vllm": a server keeps the keys and values of each adapter apart, so '
+            'a sequence that goes on under the next one has them made again; set rollout.kv = "recompute", or rollout.interrupt = '
+            '"drain", with which it ends on the adapter it started with',
         )
 
 

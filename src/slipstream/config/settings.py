@@ -336,7 +336,7 @@ class WeightSyncSettings(Settings):
     payload: Literal["full", "delta", "adapter"] | None = Field(
         default=None,
         description="What travels: whole weights (of a LoRA run: merged), what changed in them since the version that an engine holds, or "
-        "the LoRA adapter alone. By default the adapter where there is one that an engine can add, else whole weights.",
+        "the LoRA adapter alone. By default the adapter with the embedded engine, which adds it as it computes, else whole weights.",
     )
     every: int = Field(default=1, ge=1, description="Steps between two published versions; the last one is always published.")
     lag: int | None = Field(

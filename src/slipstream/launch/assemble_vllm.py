@@ -14,13 +14,15 @@ from slipstream.beside import beside
 from slipstream.config.settings import Config
 from slipstream.deadlines import LOAD_S
 from slipstream.engines.interrupts import InterruptPolicy
+from slipstream.engines.vllm.adapter_engine import AdapterEngine
 from slipstream.engines.vllm.attach import ATTACH_S, MODEL_KEYS, Needs, attach
 from slipstream.engines.vllm.client import Client
 from slipstream.engines.vllm.engine import VllmEngine
 from slipstream.engines.vllm.environment import find_environment
 from slipstream.engines.vllm.loop import run_vllm_engine
-from slipstream.engines.vllm.server import MODEL, Server, ServerSpec
-from slipstream.engines.vllm.weights import ServerWeights
+from slipstream.engines.vllm.server import MODEL, AdapterRoom, Server, ServerSpec
+from slipstream.engines.vllm.weights import ServerWeights, WholeWeights
+from slipstream.launch.assemble_adapters import adapter_room, give_base
 from slipstream.launch.assemble_worker import context_limit
 from slipstream.launch.context import RunContext
 from slipstream.launch.engine_socket import serve, socket_path
@@ -38,16 +40,17 @@ async def run_vllm_role(child: Child, context: RunContext, controller: Controlle
     number = int(engine_id.rpartition("-")[2])
     tokenizer, info = await beside(load_tokenizer, config.model)
     max_context = context_limit(config, info)
+    room = await beside(adapter_room, config, info)
     async with AsyncExitStack() as held:
         if url := child.spec.options.get("url"):
             died = asyncio.Event().wait  # its end is seen by the calls that fail
             child.progress.working(f"wait for the server at {url}", 2 * ATTACH_S, owed="a healthy server")
-            attached = await attach(url, _needs(context, info, max_context))
+            attached = await attach(url, _needs(context, info, max_context, room))
             held.push_async_callback(attached.client.close)
             client, model, notes = attached.client, attached.model, attached.notes
         else:
             log = context.run_folder / "log" / f"{engine_id}-vllm.log"
-            spec = _spec(context, info, engine_id, number, max_context)
+            spec = _spec(context, info, engine_id, number, max_context, room)
             environment = await find_environment(config.engine.python)
             server = await Server.start(spec, environment, Path(child.spec.socket_folder), log)
             held.push_async_callback(server.stop)
@@ -59,20 +62,26 @@ async def run_vllm_role(child: Child, context: RunContext, controller: Controlle
             notes = environment.notes
         for note in notes:
             await controller.note(f"{engine_id}: {note}")
-        engine = VllmEngine(
-            client,
-            engine_id=engine_id,
-            model=model,
-            slots=config.engine.slots,
-            max_context=max_context,
-            vocab_size=info.vocab_size,
-            decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
-            policy=InterruptPolicy.of(config.rollout),
-        )
+        options: dict[str, Any] = {
+            "engine_id": engine_id,
+            "model": model,
+            "slots": config.engine.slots,
+            "max_context": max_context,
+            "vocab_size": info.vocab_size,
+            "decode": lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+            "policy": InterruptPolicy.of(config.rollout),
+        }
+        server_weights = ServerWeights(client, model, info.vocab_size)
+        if room is None:
+            engine = VllmEngine(client, **options)
+            weights = WholeWeights(engine, server_weights, _path_in(child, context))
+        else:
+            engine = AdapterEngine(client, places=room.places, **options)
+            child.progress.working("give the server its base weights", LOAD_S, owed="the base of the adapters")
+            weights = await give_base(child, context, engine, client, server_weights)
         frames = await serve(engine, socket_path(child.spec.socket_folder, engine_id), engine.wake.set)
         held.push_async_callback(frames.close)
-        weights = ServerWeights(client, model, info.vocab_size)
-        await run_vllm_engine(engine, weights, controller, _path_in(child, context), frames.send_frame, child.progress, died)
+        await run_vllm_engine(engine, weights, controller, frames.send_frame, child.progress, died)
 
 
 def _path_in(child: Child, context: RunContext) -> Callable[[WeightsOffer], str]:
@@ -86,17 +95,18 @@ def _path_in(child: Child, context: RunContext) -> Callable[[WeightsOffer], str]
     return path_of
 
 
-def _needs(context: RunContext, info: ModelInfo, max_context: int) -> Needs:
+def _needs(context: RunContext, info: ModelInfo, max_context: int, room: AdapterRoom | None) -> Needs:
     config, model = context.config, _model_config(info)
     return Needs(
         max_context=max(max_context, CONTEXT_TOKENS),
         slots=config.engine.slots,
         backend=WEIGHT_ENGINES[config.weight_sync.transport],
         model={key: getattr(model, key, None) for key in MODEL_KEYS},
+        adapters=room,
     )
 
 
-def _spec(context: RunContext, info: ModelInfo, engine_id: str, number: int, max_context: int) -> ServerSpec:
+def _spec(context: RunContext, info: ModelInfo, engine_id: str, number: int, max_context: int, room: AdapterRoom | None) -> ServerSpec:
     config = context.config
     return ServerSpec(
         engine_id=engine_id,
@@ -109,6 +119,7 @@ def _spec(context: RunContext, info: ModelInfo, engine_id: str, number: int, max
         seed=_seed(config, context.incarnation, engine_id),
         kv_bytes_per_token=_kv_bytes_per_token(config, info),
         transfer=WEIGHT_ENGINES[config.weight_sync.transport],
+        adapters=room,
         extra=tuple(config.engine.server_args),
     )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -130,14 +130,7 @@ class Adapter:
 
     def write(self, folder: Path) -> None:
         """A new folder that `peft.PeftModel.from_pretrained` loads, synced to disk. OSError where the disk refuses."""
-        folder.mkdir()
-        settings = {**self.config.to_dict(), "inference_mode": True}
-        settings = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
-        write_bytes(folder / CONFIG, json.dumps(settings, indent=2, sort_keys=True).encode())
-        try:
-            save_file({name: t.cpu().contiguous() for name, t in self.tensors.items()}, folder / TENSORS, metadata={"format": "pt"})
-        except SafetensorError as error:  # a full disk, as safetensors says it
-            raise OSError(f"{folder / TENSORS}: {error}") from error
+        write_adapter(folder, self.config, self.tensors)
         fsync(folder / TENSORS)
         fsync(folder)
 
@@ -148,6 +141,18 @@ class Adapter:
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{folder / TENSORS} cannot be read: {error}") from error
         overwrite(self.tensors, given, folder / TENSORS)
+
+
+def write_adapter(folder: Path, config: LoraConfig, tensors: Mapping[str, Tensor]) -> None:
+    """A new folder as peft has it. OSError where the disk refuses."""
+    folder.mkdir()
+    settings = {**config.to_dict(), "inference_mode": True}
+    settings = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
+    write_bytes(folder / CONFIG, json.dumps(settings, indent=2, sort_keys=True).encode())
+    try:
+        save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, folder / TENSORS, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, as safetensors says it
+        raise OSError(f"{folder / TENSORS}: {error}") from error
 
 
 def _merged_weight(layer: LoraLinear, base: Tensor) -> Tensor:

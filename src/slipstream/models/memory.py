@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.config.arithmetic import max_context_tokens
+from slipstream.config.arithmetic import adapter_places, max_context_tokens
 from slipstream.config.frozen_models import frozen_models, stage_models
 from slipstream.config.settings import Config, ModelSettings
 from slipstream.errors import MemoryNeedError, ModelError
@@ -230,6 +230,8 @@ def _engine_bytes(config: Config, size: ModelSize) -> int:
     running = config.engine.slots * sequence
     if config.engine.type == "vllm":  # one copy of the weights, evaluated as it is; an update holds a second one
         server = 2 * size.num_parameters * element + running + _SERVER_BYTES
+        if config.payload == "adapter":  # it is given its base by the driver, out of a model and a packed block; holds adapters twice
+            server += 2 * size.num_parameters * element + 2 * adapter_places(config) * _sent_bytes(config, size)
         return 0 if config.engine.urls else config.engine.replicas * server
     caches = copies * (running + min(running, _DENSE_ROWS_BYTES)) + config.engine.replicas * saved
     return weights * size.num_parameters * element + caches

@@ -3,6 +3,7 @@
     <incarnation>.<version>.safetensors      whole weights: they get this name when they are complete and on disk
     <incarnation>.<version>.delta.safetensors    with payload "delta": what changed in them since the version before
     .<run id>.tmp                            what the trainer is writing
+    .<run id>.<engine id>/                   adapters of an engine that is a server, and the base they lie on: for the server alone
 
 The trainer writes, the engine reads. A file's metadata name the run, so that nobody deletes or takes another run's weights.
 """
@@ -41,6 +42,10 @@ class WeightDirectory:
         """What is written now; there is one writer."""
         return self.path / f".{self.run_id}.tmp"
 
+    def of_engine(self, engine_id: str) -> Path:
+        """The folder that this engine may write in."""
+        return self.path / f".{self.run_id}.{engine_id}"
+
     def prepare(self) -> None:
         """Make the directory, and remove what an earlier incarnation left there.
 
@@ -60,6 +65,8 @@ class WeightDirectory:
         with _refusals(self.path):
             for path in (*runs, self.temporary):
                 path.unlink(missing_ok=True)
+            for folder in self.path.glob(f".{self.run_id}.*"):
+                shutil.rmtree(folder)
 
 
 def check_room(path: Path, num_bytes: int) -> None:

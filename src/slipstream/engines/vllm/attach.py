@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slipstream.engines.vllm.client import Client, Refused, Transient
-from slipstream.engines.vllm.server import HEALTH_INTERVAL_S, LOGPROBS_MODE
+from slipstream.engines.vllm.server import ADAPTER_VARIABLE, HEALTH_INTERVAL_S, LOGPROBS_MODE, AdapterRoom
 from slipstream.engines.vllm.versions import check_version, device_note
 from slipstream.errors import ConfigError, DeadlineExceeded, ModelError
 
@@ -34,6 +34,7 @@ class Needs:
     slots: int
     backend: str  # the weight engine's name in the plugin
     model: dict[str, Any]  # of its config.json: MODEL_KEYS
+    adapters: AdapterRoom | None = None  # payload "adapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +149,24 @@ def _check(url: str, needs: Needs, context: int | None, about: dict[str, Any]) -
             f"engine.slots = {needs.slots}, but the server at {url} runs {about['slots']} sequences at a time (--max-num-seqs): the others "
             "would wait inside it, beyond the reach of an update"
         )
+    if needs.adapters is not None:
+        _check_adapters(url, needs.adapters, about["adapters"])
+
+
+def _check_adapters(url: str, needs: AdapterRoom, has: dict[str, Any] | None) -> None:
+    wanted = f'payload = "adapter" needs {ADAPTER_VARIABLE}=1 and {" ".join(needs.options())}'
+    if has is None:
+        raise ConfigError(f"the server at {url} takes no adapters: {wanted}")
+    if not has["while_running"]:
+        raise ConfigError(f"the server at {url} takes no adapters while it runs: {wanted}")
+    short = [(option, has[key], least) for option, key, least in (
+        ("--max-loras", "places", needs.places), ("--max-lora-rank", "rank", needs.rank)
+    ) if has[key] < least]  # fmt: skip
+    for option, given, least in short:
+        raise ConfigError(f"the server at {url} runs with {option} {given}, this run needs at least {least}: {wanted}")
+    if has["targets"] is not None and (left_out := sorted({_last(t) for t in needs.targets} - {_last(t) for t in has["targets"]})):
+        raise ConfigError(f"the server at {url} would leave the adapter's part for {', '.join(left_out)} out: {wanted}")
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -2,7 +2,7 @@
 
     what comes back                         what it is                        tried again
     connection refused, reset, cut off      Transient                         yes, while the budget lasts
-    5xx                                     Transient                         yes (the connection is vLLM's to close after a 500)
+    5xx                                     Failed, a Transient               yes (the connection is vLLM's to close after a 500)
     4xx                                     Refused: our own mistake          never
     nothing, past the deadline              DeadlineExceeded                  never: a server that hangs hangs again
 
@@ -35,6 +35,10 @@ class Refused(RunFailed):
 
 class Transient(PeerLost):
     """The server could not answer; it may the next time."""
+
+
+class Failed(Transient):
+    """It answered that it failed (5xx)."""
 
 
 class RetryBudget:
@@ -79,7 +83,7 @@ class Client:
         return await self.retrying(lambda: self._call("GET", path, None, {}, deadline_s))
 
     async def post(self, path: str, body: Any = None, deadline_s: float = CONTROL_S, **query: str) -> Any:
-        """Make a call, once; its JSON answer."""
+        """Make a call, once; its answer, from JSON where it is that."""
         return await self._call("POST", path, body, query, deadline_s)
 
     async def retrying(self, call: Any) -> Any:
@@ -142,7 +146,7 @@ class Client:
             raise self._lost(path, error) from error
         if response.status != 200:
             raise _error(method, path, response.status, text)
-        return json.loads(text) if text else None
+        return json.loads(text) if response.content_type == "application/json" else text
 
     def _per_token(self) -> aiohttp.ClientTimeout:
         return aiohttp.ClientTimeout(total=None, sock_connect=CONTROL_S, sock_read=self._token_s)
@@ -151,10 +155,12 @@ class Client:
         return Transient(f"{self.address} could not be asked for {path}: {error or type(error).__name__}")
 
 
-def _error(method: str, path: str, status: int, text: str) -> Refused | Transient:
+def _error(method: str, path: str, status: int, text: str) -> Refused | Failed:
     said = _message(text)
     if status in (401, 403):
         return Refused(f"{method} {path}: the server wants another key ({status}): set SLIPSTREAM_VLLM_KEY to that of the server")
+    if status == 404 and said.startswith("The model "):  # vLLM's words for a name that it does not serve
+        return Refused(f"{method} {path}: the server holds nothing of that name (has it been started anew?). It says: {said}")
     if status == 404:
         return Refused(
             f"{method} {path}: the server has no such route; start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/vllm.md). "
@@ -162,7 +168,7 @@ def _error(method: str, path: str, status: int, text: str) -> Refused | Transien
         )
     if 400 <= status < 500:
         return Refused(f"{method} {path}: the server refuses the request ({status}): {said}")
-    return Transient(f"{method} {path}: the server failed ({status}): {said}")
+    return Failed(f"{method} {path}: the server failed ({status}): {said}")
 
 
 def _chunk(path: str, data: bytes) -> dict[str, Any]:

@@ -46,12 +46,13 @@ class _Moved(Exception):
 class _Request:
     """One request: waiting, or running as a task."""
 
-    __slots__ = ("handle", "oldest", "request", "stops", "task", "tokens")
+    __slots__ = ("handle", "oldest", "on", "request", "stops", "task", "tokens")
 
     def __init__(self, handle: int, request: GenerateRequest, stops: StopStrings | None):
         self.handle, self.request, self.stops = handle, request, stops
         self.tokens: list[int] = []  # sampled by this server
         self.oldest = request.oldest_version  # of the sampled tokens
+        self.on: Version | None = None  # what its stream was sent under
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -191,7 +192,7 @@ class VllmEngine:
         (self.version, self.checksum), self._incoming, self._offered = self._incoming, None, False
         if self.policy.recomputes:
             for request in self._running.values():
-                self._read_by_live_weights(request)
+                self._read_by(self.version, request)
         self._steady.set()
         self._start_ready()
         self.wake.set()
@@ -226,9 +227,12 @@ class VllmEngine:
         for request in ready[: self.slots - len(self._running)]:
             del self._waiting[request.handle]
             self._running[request.handle] = request
-            request.task = asyncio.create_task(self._run(request), name=f"vLLM request {request.handle}")
-            self._tasks.add(request.task)
-            request.task.add_done_callback(self._tasks.discard)
+            self._start(request)
+
+    def _start(self, request: _Request) -> None:
+        request.task = asyncio.create_task(self._run(request), name=f"vLLM request {request.handle}")
+        self._tasks.add(request.task)
+        request.task.add_done_callback(self._tasks.discard)
 
     async def _run(self, request: _Request) -> None:
         """One request to its end. An error that is not the network's ends the engine: the server is wrong, or we are."""
@@ -248,9 +252,10 @@ class VllmEngine:
             self._end(request, StopReason.LENGTH)
             return
         await self._steady.wait()  # an update; it has its own deadline
-        sent_under, num_taken = self.version, 0
-        self._read_by_live_weights(request)
-        async with aclosing(self._server.stream(_body(request, self._model, label_of(sent_under)))) as chunks:  # type: ignore[type-var]
+        model, sent_under = self._asked(request)
+        request.on, num_taken = sent_under, 0
+        self._read_by(sent_under, request)
+        async with aclosing(self._server.stream(_body(request, model, label_of(sent_under)))) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 for choice in chunk["choices"]:
                     sampled = self._sampled(request, choice, num_taken, sent_under)
@@ -262,10 +267,18 @@ class VllmEngine:
                         return
         raise Transient(f"the server ended the stream of request {request.handle} without saying why")
 
-    def _read_by_live_weights(self, request: _Request) -> None:
-        """The weights of now make the keys and values of all the request's tokens."""
-        self._outbox.prefilled(request.handle, self.version)
-        if request.oldest is not None and request.oldest < self.version[1]:
+    def _asked(self, request: _Request) -> tuple[str, Version]:
+        """The name that the server knows the weights by that the request is sent under, and their version."""
+        return self._model, self.version
+
+    def _made_by(self, label: str, sent_under: Version) -> Version:
+        """The weights with this label on their tokens, in a stream that was sent under `sent_under`."""
+        return version_of(label)
+
+    def _read_by(self, version: Version, request: _Request) -> None:
+        """These weights make the keys and values of all the request's tokens."""
+        self._outbox.prefilled(request.handle, version)
+        if request.oldest is not None and request.oldest < version[1]:
             self._outbox.recomputed(request.handle)
 
     def _take(self, request: _Request, sampled: list[tuple[Version, int, float]]) -> StopReason | None:
@@ -287,7 +300,7 @@ class VllmEngine:
         tokens = choice.get("token_ids") or []
         if not tokens:
             return []
-        spans = [(span["start"], span["end"], version_of(span["version"])) for span in choice.get("weight_versions") or ()]
+        spans = [(s["start"], s["end"], self._made_by(s["version"], sent_under)) for s in choice.get("weight_versions") or ()]
         sampled = []
         for index, (token, entry) in enumerate(zip(tokens, choice["logprobs"]["content"], strict=True), start=at):
             version = next((version for start, end, version in reversed(spans) if start <= index < end), None)

@@ -1,8 +1,8 @@
 """The working loop of an engine that is a vLLM server.
 
 controller.next_weights ──► one offer ──►┌──────────────────────────────────────┐
-                                         │ as soon as it may: update the server, │──► controller.confirm_weights
-                                         │ probe it                              │
+      adapters are loaded beside this ──►│ as soon as it may: have the server    │──► controller.confirm_weights
+                                         │ adopt it, probed                      │
 requests (engine.submit, sets wake) ────►│ take what its streams brought         │──► send_frame
                                          └──────────────────────────────────────┘
 server.died ──► the end, with its last lines
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 from slipstream.engines.vllm.client import TOKEN_S
 from slipstream.engines.vllm.engine import VllmEngine
-from slipstream.engines.vllm.weights import UPDATE_S, ServerWeights
+from slipstream.engines.vllm.weights import UPDATE_S, Adopted
 from slipstream.protocols import ControllerAPI, Progress, WeightsOffer
 from slipstream.types import EngineReport, Frame
 from slipstream.weight_sync.probe import Reading
@@ -28,11 +27,22 @@ CAUSE_S = 2.0  # after a lost connection, how long the server's own end is waite
 NOTE_AFTER = 10  # versions; then the person is told what the probe can tell
 
 
+class Weights(Protocol):
+    """How versions come to the server: `weights.WholeWeights` or `adapters.ServerAdapters`."""
+
+    async def bring(self, offer: WeightsOffer) -> None:
+        """What can be done beside what runs. WeightSyncError where the server does not take it."""
+        ...
+
+    async def adopt(self, offer: WeightsOffer) -> Adopted:
+        """The server samples with it from now on; probed. WeightSyncError where it does not."""
+        ...
+
+
 async def run_vllm_engine(
     engine: VllmEngine,
-    weights: ServerWeights,
+    weights: Weights,
     controller: ControllerAPI,
-    path_of: Callable[[WeightsOffer], str],
     send_frame: Callable[[Frame], Awaitable[None]],
     page: Progress,
     died: Callable[[], Coroutine[Any, Any, Any]],
@@ -43,9 +53,8 @@ async def run_vllm_engine(
     produces    frames, and one report per adopted version
     waits for   tokens it is owed, with a deadline (`client.TOKEN_S`); or, owing nothing, for an offer or a request
     unblocked   by the server, by `engine.wake`, by the offer
-    `path_of` names the file that holds an offer's bytes, as the server may open it.
     """
-    work = asyncio.create_task(_Loop(engine, weights, controller, path_of, send_frame, page).run(), name="vLLM: work")
+    work = asyncio.create_task(_Loop(engine, weights, controller, send_frame, page).run(), name="vLLM: work")
     end = asyncio.create_task(died(), name="vLLM: the server's end")
     try:
         await asyncio.wait({work, end}, return_when=asyncio.FIRST_COMPLETED)
@@ -65,14 +74,13 @@ class _Loop:
     def __init__(
         self,
         engine: VllmEngine,
-        weights: ServerWeights,
+        weights: Weights,
         controller: ControllerAPI,
-        path_of: Callable[[WeightsOffer], str],
         send_frame: Callable[[Frame], Awaitable[None]],
         page: Progress,
     ):
         self._engine, self._weights, self._controller = engine, weights, controller
-        self._path_of, self._send_frame, self._page = path_of, send_frame, page
+        self._send_frame, self._page = send_frame, page
         self._num_versions = 0
 
     async def run(self) -> None:
@@ -93,8 +101,12 @@ class _Loop:
             await asyncio.gather(offer, return_exceptions=True)
 
     def _next_offer(self) -> asyncio.Task[WeightsOffer]:
-        engine = self._engine
-        return asyncio.create_task(self._controller.next_weights(engine.engine_id, *engine.version), name="vLLM: next weights")
+        return asyncio.create_task(self._brought_offer(), name="vLLM: next weights")
+
+    async def _brought_offer(self) -> WeightsOffer:
+        offer = await self._controller.next_weights(self._engine.engine_id, *self._engine.version)
+        await self._weights.bring(offer)
+        return offer
 
     def _say(self) -> None:
         """Tokens are owed while anything runs; the client's own deadline is the shorter one."""
@@ -114,16 +126,17 @@ class _Loop:
         await asyncio.sleep(GATHER_S)
 
     async def _adopt(self, offer: WeightsOffer) -> None:
-        """Update, probe, report. The checksum is the one that the server's workers computed over the bytes they received."""
-        engine, manifest, began = self._engine, offer.manifest, time.perf_counter()
+        """Have the server adopt it, report. No frame of it leaves before the controller knows."""
+        manifest = offer.manifest
         self._page.working("adopt weights", 2 * UPDATE_S, owed=f"weights {manifest.incarnation}.{manifest.version}")
-        engine.begin_update((manifest.incarnation, manifest.version), manifest.checksum)
-        checksum = await self._weights.update(self._path_of(offer), manifest, recompute=engine.policy.recomputes, paused=engine.interrupt)
-        engine.end_update()
-        sync_s = time.perf_counter() - began
-        await self._tell(manifest.version, await self._weights.probe(manifest))
+        adopted = await self._weights.adopt(offer)
+        await self._tell(manifest.version, adopted.reading)
         report = EngineReport(
-            engine_id=engine.engine_id, incarnation=manifest.incarnation, version=manifest.version, checksum=checksum, sync_s=sync_s
+            engine_id=self._engine.engine_id,
+            incarnation=manifest.incarnation,
+            version=manifest.version,
+            checksum=adopted.checksum,
+            sync_s=adopted.seconds,
         )
         await self._controller.confirm_weights(offer.slot, report)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+from slipstream.config.engine_problems import SERVED_RANKS
 from slipstream.engines.vllm.client import Client
 from slipstream.engines.vllm.environment import VllmEnvironment, clean_environment
 from slipstream.errors import DeadlineExceeded, RunFailed
@@ -26,12 +27,32 @@ from slipstream.errors import DeadlineExceeded, RunFailed
 MODEL = "policy"  # the name it serves the model under
 LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled from
 HEALTH_INTERVAL_S = 0.2
+ADAPTER_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"  # without it there are no routes for adapters
 STOP_S = 10.0  # from SIGTERM to SIGKILL
 LOG_LINES = 20
 
 
 class ServerDied(RunFailed):
     """The server has ended; the message holds its last lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """What a server must have for adapters."""
+
+    places: int  # that it holds at a time
+    rank: int
+    targets: tuple[str, ...]  # layers with an adapter, as peft names them
+
+    def options(self) -> list[str]:
+        """Of the command line. Without the targets it would compute with products of 0 in every other layer, and in the output head."""
+        rank = str(self.served_rank)
+        return ["--enable-lora", "--max-loras", str(self.places), "--max-lora-rank", rank, "--lora-target-modules", *self.targets]
+
+    @property
+    def served_rank(self) -> int:
+        """The smallest that vLLM knows and this one fits into."""
+        return min(rank for rank in SERVED_RANKS if rank >= self.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +69,7 @@ class ServerSpec:
     seed: int
     kv_bytes_per_token: int
     transfer: str  # the weight engine's name in the plugin
+    adapters: AdapterRoom | None = None  # payload "adapter"
     extra: tuple[str, ...] = ()  # engine.server_args
 
     def command(self, environment: VllmEnvironment, socket: Path) -> list[str]:
@@ -60,6 +82,7 @@ class ServerSpec:
             *("--logprobs-mode", LOGPROBS_MODE, "--weight-transfer-config", json.dumps({"backend": self.transfer})),
             *("--worker-extension-cls", "slipstream_vllm.worker.WorkerExtension"),
             *(("--enforce-eager",) if environment.on_cpu else ()),
+            *(self.adapters.options() if self.adapters else ()),
             *self.extra,
         ]
 
@@ -71,6 +94,8 @@ class ServerSpec:
             "HF_HUB_OFFLINE": "1",
             "SLIPSTREAM_VLLM_OWNED": "1",  # see `plugin/slipstream_vllm/parent.py`
         }
+        if self.adapters is not None:
+            own[ADAPTER_VARIABLE] = "1"
         if environment.on_cpu:
             gib = math.ceil(self.kv_bytes_per_token * self.max_context * self.slots / 2**30)
             own["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(gib))

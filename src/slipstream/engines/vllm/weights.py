@@ -10,15 +10,18 @@ POST /resume                     unless it may hold a mixture, or one version un
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from slipstream.engines.vllm.client import Client
+from slipstream.engines.vllm.engine import VllmEngine
 from slipstream.engines.vllm.labels import label_of
 from slipstream.errors import PeerLost, SlipstreamError, WeightSyncError
-from slipstream.protocols import Manifest
+from slipstream.protocols import Manifest, WeightsOffer
 from slipstream.weight_sync.probe import ProbeRecord, Reading, probe_tokens
 
 _Report = dict[str, Any]  # of a worker: `plugin/slipstream_vllm/engines.py`
@@ -30,11 +33,20 @@ class NotWhole(SlipstreamError, RuntimeError):
     """The server's workers hold neither version whole. It stays paused, so nothing is sampled with that; only a new server mends it."""
 
 
-def update_info(path: str, manifest: Manifest) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """What a server has made of a version."""
+
+    checksum: str  # of the bytes it received
+    seconds: float  # that it was given them for
+    reading: Reading  # of the probe
+
+
+def update_info(path: str, manifest: Manifest, label: str | None = None) -> dict[str, Any]:
     """What slipstream's weight engines are told (`plugin/slipstream_vllm/block.py`)."""
     return {
         "path": path,
-        "label": label_of((manifest.incarnation, manifest.version)),
+        "label": label or label_of((manifest.incarnation, manifest.version)),
         "checksum": manifest.checksum,
         "total_bytes": manifest.total_bytes,
         "entries": [(e.name, e.dtype, e.shape, e.offset, e.nbytes) for e in manifest.entries],
@@ -78,8 +90,11 @@ class ServerWeights:
         self._record = ProbeRecord()
         self._first = True
 
-    async def update(self, path: str, manifest: Manifest, *, recompute: bool, paused: Callable[[], None]) -> str:
-        """Have the server load the bytes at `path`; the hash of what its workers received. `paused` is called between two steps.
+    async def update(
+        self, path: str, manifest: Manifest, *, recompute: bool, paused: Callable[[], None] = lambda: None, label: str | None = None
+    ) -> str:
+        """Have the server load the bytes at `path`; the hash of what its workers received. `paused` is called between two steps; `label`:
+        in place of the version.
 
         With `recompute`, keys and values of older weights are dropped; at the first update always, since they may be another run's.
         Raises WeightSyncError where the weights are refused: the server then goes on with what it held. NotWhole, PeerLost or
@@ -90,11 +105,12 @@ class ServerWeights:
         try:
             paused()
             await self._client.post("/start_weight_update")
-            label, whole = label_of((manifest.incarnation, manifest.version)), False
-            reports, failed = await self._load(path, manifest)
-            whole = bool(reports) and all(_refused(report, label) for report in reports)
-            checksum = _checksum(label, reports, failed)
-            await self._client.post("/finish_weight_update", {"weight_version": label})
+            info = update_info(path, manifest, label)
+            whole = False
+            reports, failed = await self._load(info)
+            whole = bool(reports) and all(_refused(report, info["label"]) for report in reports)
+            checksum = _checksum(info["label"], reports, failed)
+            await self._client.post("/finish_weight_update", {"weight_version": info["label"]})
             whole = True
         finally:
             if whole:
@@ -102,23 +118,24 @@ class ServerWeights:
         self._first = False
         return checksum
 
-    async def _load(self, path: str, manifest: Manifest) -> tuple[list[_Report | None], PeerLost | None]:
+    async def _load(self, info: dict[str, Any]) -> tuple[list[_Report | None], PeerLost | None]:
         """What each worker says of it, and how the call failed."""
         failed: PeerLost | None = None
         try:
-            await self._client.post("/update_weights", {"update_info": update_info(path, manifest)}, UPDATE_S)
+            await self._client.post("/update_weights", {"update_info": info}, UPDATE_S)
         except PeerLost as error:  # a 500, which does not say why; the report does
             failed = error
         return (await self._client.post("/collective_rpc", {"method": "slipstream_report"}))["results"], failed
 
     async def warm_up(self) -> None:
         """Ask for something, whatever weights there are: a server's first answer takes seconds (4 on two cores), later ones do not."""
-        await self._logprobs("warm up")
+        await self._logprobs("warm up", self._model)
 
-    async def probe(self, manifest: Manifest) -> Reading:
-        """Compare the server's logprobs of the fixed tokens with the trainer's. WeightSyncError where they are not of the same weights."""
+    async def probe(self, manifest: Manifest, model: str | None = None) -> Reading:
+        """Compare the server's logprobs of the fixed tokens with the trainer's. WeightSyncError where they are not of the same weights.
+        `model`: the name of an adapter."""
         label = label_of((manifest.incarnation, manifest.version))
-        engine = await self._logprobs(f"probe {label}")
+        engine = await self._logprobs(f"probe {label}", model or self._model)
         reading = self._record.read(engine, np.array(manifest.probe))
         if reading.problem is not None:
             raise WeightSyncError(
@@ -126,10 +143,29 @@ class ServerWeights:
             )
         return reading
 
-    async def _logprobs(self, salt: str) -> np.ndarray:
+    async def _logprobs(self, salt: str, model: str) -> np.ndarray:
         """float[63]: the server's logprob of each of the probe's tokens but the first. `salt`: for the prefix cache."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
-        body = {"model": self._model, "token_ids": self._tokens.tolist(), "sampling_params": sampling, "cache_salt": salt}
+        body = {"model": model, "token_ids": self._tokens.tolist(), "sampling_params": sampling, "cache_salt": salt}
         answer = await self._client.retrying(lambda: self._client.post("/inference/v1/generate", body))
         entries = answer["prompt_logprobs"][1:]
         return np.array([e[str(t)]["logprob"] for e, t in zip(entries, self._tokens[1:].tolist(), strict=True)])
+
+
+class WholeWeights:
+    """What `loop.py` asks for where whole weights travel. `path_of`: the file that holds an offer's bytes, as the server may open it."""
+
+    def __init__(self, engine: VllmEngine, weights: ServerWeights, path_of: Callable[[WeightsOffer], str]):
+        self._engine, self._weights, self._path_of = engine, weights, path_of
+
+    async def bring(self, offer: WeightsOffer) -> None:
+        """Nothing: all of it happens while the server is paused."""
+
+    async def adopt(self, offer: WeightsOffer) -> Adopted:
+        """Update and probe. The checksum is the one that the server's workers computed over the bytes they received."""
+        engine, manifest, began = self._engine, offer.manifest, time.perf_counter()
+        engine.begin_update((manifest.incarnation, manifest.version), manifest.checksum)
+        checksum = await self._weights.update(self._path_of(offer), manifest, recompute=engine.policy.recomputes, paused=engine.interrupt)
+        engine.end_update()
+        seconds = time.perf_counter() - began
+        return Adopted(checksum, seconds, await self._weights.probe(manifest))

@@ -1,5 +1,7 @@
 """What each worker adds to vLLM's own calls, for `POST /collective_rpc`."""
 
+import os
+
 MODEL_KEYS = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 
 
@@ -11,6 +13,13 @@ class WorkerExtension:
         report = getattr(self.weight_transfer_engine, "report", None)
         return None if report is None else vars(report)
 
+    def slipstream_newest_adapter(self):
+        """How many layers the adapter that was loaded last is used in, and for which it would be and is not: vLLM says nothing of those."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        layers = manager.get_adapter(max(manager.list_adapters())).loras
+        unused = sorted(name for name in layers if name not in manager.modules)
+        return {"used": len(layers) - len(unused), "unused": unused}
+
     def slipstream_about(self):
         """How the server was started, for who attaches to it."""
         config = self.vllm_config
@@ -20,5 +29,18 @@ class WorkerExtension:
             "logprobs_mode": config.model_config.logprobs_mode,
             "device": config.device_config.device_type,
             "slots": config.scheduler_config.max_num_seqs,
+            "adapters": self._adapter_room(),
             "model": {key: getattr(model, key, None) for key in MODEL_KEYS},
+        }
+
+    def _adapter_room(self):
+        """None where the server takes no adapters."""
+        lora = self.vllm_config.lora_config
+        if lora is None:
+            return None
+        return {
+            "places": lora.max_loras,
+            "rank": lora.max_lora_rank,
+            "targets": lora.target_modules,
+            "while_running": os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "0").strip().lower() in ("1", "true"),
         }
