@@ -79,7 +79,7 @@ async def _run_embedded(child: Child, context: RunContext, controller: RemoteCon
     wake = asyncio.Event()
     server = await serve(engine, socket_path(child.spec.socket_folder, engine.engine_id), wake.set)
     weights = build_weights(context, engine, child.slots)
-    fetch = getattr(weights, "fetch", None)  # of a transport that has to bring them here first
+    fetch = weights.fetch  # where the transport has to bring them here first
     await run_engine(engine, controller, weights, server.send_frame, wake, child.progress, fetch)
 
 
