@@ -16,6 +16,7 @@ from test_run_killed import check_story
 from slipstream.controller import events as ev
 from slipstream.controller.controller import COMMIT_WITHIN_S
 from slipstream.controller.ledger import LedgerReader
+from slipstream.types import Group
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -26,6 +27,25 @@ STEPS = 12
 def events_of(ledger: Path) -> list[ev.Event]:
     with LedgerReader.open(ledger) as reader:
         return [event for *_, event in reader.live_events()]
+
+
+def trained_groups(ledger: Path) -> list[Group]:
+    with LedgerReader.open(ledger) as reader:
+        finished = [event for *_, event in reader.live_events() if isinstance(event, ev.GroupFinished)]
+        return [reader.group(event.group_id, event.attempt) for event in finished]
+
+
+def homes_of(groups: list[Group]) -> set[tuple[str, ...]]:
+    """The engines that each rollout was on, one after the other."""
+    return {tuple(dict.fromkeys(span.engine_id for span in rollout.spans)) for group in groups for rollout in group.rollouts}
+
+
+def engines(run: LiveRun, what: str, *arguments: str) -> str:
+    """What `slipstream engines` says of the run."""
+    command = [sys.executable, "-m", "slipstream.cli.main", "engines", what, str(run.folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def kill_amid_generation(run: LiveRun, engine_id: str) -> float:
@@ -73,32 +93,24 @@ def test_engines_are_added_killed_and_dropped_while_a_run_trains(tmp_path: Path)
     """Of two engines one is killed: its rollouts go on at the other until it is back."""
     file = run_file(tmp_path)
 
-    def engines(*arguments: str) -> str:
-        command = [sys.executable, "-m", "slipstream.cli.main", "engines", arguments[0], str(tmp_path / "run"), *arguments[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
     with LiveRun(file, "--rollout.max_attempts", "1") as run:
         run.until(lambda: run.steps() >= 1)
-        assert engines("add").startswith("engine-1 serves at version ")
-        assert [line.split()[:2] for line in engines("list").splitlines()] == [["engine-0", "at"], ["engine-1", "at"]]
+        assert engines(run, "add").startswith("engine-1 serves at version ")
+        assert [line.split()[:2] for line in engines(run, "list").splitlines()] == [["engine-0", "at"], ["engine-1", "at"]]
         kill_amid_generation(run, "engine-1")
         run.until(lambda: run.state("engine-1").phase == "start")
         steps = run.steps()
         run.until(lambda: run.steps() > steps)  # the other one serves alone
         run.until(lambda: run.state("engine-1").phase == "tick")
-        assert engines("drop", "engine-0").startswith("engine-0 has left")
+        assert engines(run, "drop", "engine-0").startswith("engine-0 has left")
         steps = run.steps()
         run.until(lambda: run.steps() >= steps + 3)  # the one that came back serves alone
         run.process.send_signal(signal.SIGINT)
         assert run.ended() == 0, run.output
-    with LedgerReader.open(tmp_path / "run" / "ledger.sqlite") as reader:
-        events = [event for *_, event in reader.live_events()]
-        trained = [reader.group(e.group_id, e.attempt) for e in events if isinstance(e, ev.GroupFinished)]
+    events = events_of(tmp_path / "run" / "ledger.sqlite")
     killed, dropped = (event for event in events if isinstance(event, ev.EngineRemoved))
     assert (killed.engine_id, dropped.engine_id, dropped.reason) == ("engine-1", "engine-0", "dropped by request")
     assert not any(isinstance(e, ev.AttemptFailed | ev.Dropped) for e in events)
-    homes = {tuple(dict.fromkeys(span.engine_id for span in rollout.spans)) for group in trained for rollout in group.rollouts}
+    homes = homes_of(trained_groups(tmp_path / "run" / "ledger.sqlite"))
     assert any(home[:2] == ("engine-1", "engine-0") for home in homes), "no rollout went on elsewhere"
     assert any(isinstance(e, ev.EngineConfirmed) and e.engine_id == "engine-1" for e in events[events.index(killed) :])

@@ -71,7 +71,7 @@ class Engines:
                 controller.engine_gone(role, reason)
 
     async def start_anew(self, role: str, error: SlipstreamError) -> None:
-        what = str(error).partition("\n")[0]
+        what = str(error).partition("\n")[0].rstrip(".")
         for controller in self._controllers:
             controller.core.observer.note(f"{what}. It is started anew; its rollouts go on from their tokens (log/{role}.log)")
         await self._start(role)
