@@ -11,19 +11,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from live_run import LiveRun
 from run_harness import run_file, tables
+from test_engine_killed import engines
 from test_run_vllm import check_run
+from test_vllm_killed import check_pool, half_generated, vllm_run
 from transformers import AutoConfig
 from vllm_server import ROOT, START_S, needs_vllm, tiny_model, vllm_python
 
 from slipstream import train
 from slipstream.config.load import load_config
+from slipstream.controller.controller import COMMIT_WITHIN_S
 from slipstream.engines.vllm import attach as attaching
 from slipstream.engines.vllm import versions
 from slipstream.engines.vllm.attach import KEY_VARIABLE, MODEL_KEYS, Needs, attach
@@ -58,6 +62,12 @@ def started(script: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
         shell.wait()
 
 
+def with_key(script: str, key: str) -> str:
+    """The script with this key instead of one that is made up."""
+    assert "$(openssl rand -hex 32)" in script
+    return script.replace("$(openssl rand -hex 32)", key)
+
+
 def key_of(shell: subprocess.Popen[bytes]) -> str:
     """The key that the shell made, from the server's environment."""
     deadline = time.monotonic() + START_S
@@ -80,6 +90,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def needs_of(model: Path) -> Needs:
+    config = AutoConfig.from_pretrained(model)
+    return Needs(128, 16, "slipstream_shared_memory", {key: getattr(config, key) for key in MODEL_KEYS})
+
+
 def ask(url: str, needs: Needs) -> str:
     async def main() -> str:
         found = await attach(url, needs, START_S)
@@ -92,8 +107,7 @@ def ask(url: str, needs: Needs) -> str:
 
 def test_a_server_that_a_person_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, url = tiny_model(tmp_path / "model"), f"http://127.0.0.1:{(port := free_port())}"
-    config = AutoConfig.from_pretrained(model)
-    needs = Needs(128, 16, "slipstream_shared_memory", {key: getattr(config, key) for key in MODEL_KEYS})
+    needs = needs_of(model)
     with started(command(model, port), tmp_path / "log") as shell:
         monkeypatch.setenv(KEY_VARIABLE, key_of(shell))
         assert ask(url, needs) == str(model)
@@ -144,3 +158,43 @@ def test_a_server_that_is_open_and_without_the_plugin(tmp_path: Path, monkeypatc
         monkeypatch.setattr(attaching, "_check_closed", lambda url: asyncio.sleep(0))
         with pytest.raises(ModelError, match="without slipstream's plugin"):
             ask(url, Needs(128, 16, "slipstream_shared_memory", {}))
+
+
+def stop_amid_generation(run: LiveRun, shell: subprocess.Popen[bytes]) -> None:
+    """Have the server of engine-0 stand still while rollouts have tokens of it: what it had sent has been read then."""
+    while True:
+        run.until(lambda: half_generated(run, "engine-0"))
+        os.killpg(shell.pid, signal.SIGSTOP)
+        time.sleep(2 * COMMIT_WITHIN_S)
+        if half_generated(run, "engine-0"):
+            return
+        os.killpg(shell.pid, signal.SIGCONT)
+
+
+def test_a_server_is_added_another_is_killed_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are somebody else's: the run goes on at the one, and waits for the other."""
+    model, ports = tiny_model(tmp_path / "model"), (free_port(), free_port())
+    first, second = (f"http://127.0.0.1:{port}" for port in ports)
+    scripts = [with_key(command(model, port), "sesame") for port in ports]
+    monkeypatch.setenv(KEY_VARIABLE, "sesame")
+    with started(scripts[1], tmp_path / "second.log"), ExitStack() as held:
+        shell = held.enter_context(started(scripts[0], tmp_path / "first.log"))
+        for url in (first, second):
+            assert ask(url, needs_of(model)) == str(model)
+        with LiveRun(vllm_run(tmp_path, urls=[first], slots=8)) as run:
+            run.until(lambda: run.steps() >= 1, START_S)
+            with pytest.raises(AssertionError, match="name it with --url"):
+                engines(run, "add")
+            assert engines(run, "add", "--url", second).startswith("engine-1 serves at version ")
+            stop_amid_generation(run, shell)
+            held.close()
+            run.until(lambda: run.state("engine-0").phase.startswith("wait for the server"))
+            steps = run.steps()
+            run.until(lambda: run.steps() >= steps + 2)
+            held.enter_context(started(scripts[0], tmp_path / "first-again.log"))
+            run.until(lambda: engines(run, "list").startswith("engine-0  at version"), START_S)
+            steps = run.steps()
+            run.until(lambda: run.steps() >= steps + 4)
+            run.process.send_signal(signal.SIGINT)
+            assert run.ended() == 0, run.output
+    check_pool(tmp_path / "run" / "ledger.sqlite", dead="engine-0", alive="engine-1")
