@@ -33,7 +33,7 @@ class Controller:
             raise self.error
 
 
-async def nothing(*_: Any) -> None:
+async def nothing(*_: Any, **options: object) -> None:
     pass
 
 
