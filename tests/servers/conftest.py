@@ -3,4 +3,4 @@
 import sys
 from pathlib import Path
 
-sys.path[1:1] = [str(Path(__file__).parents[1] / folder) for folder in ("integration", "faults")]
+sys.path[1:1] = [str(Path(__file__).parents[1] / folder) for folder in ("integration", "faults", "unit")]

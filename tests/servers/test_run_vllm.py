@@ -19,6 +19,7 @@ pytestmark = needs_vllm
     "changes",
     [
         pytest.param({"weight_sync": {"transport": "shared_memory"}}, id="shared memory", marks=pytest.mark.core),
+        pytest.param({"rollout": {"top_k": 5, "top_p": 0.9}}, id="truncated sampling"),
         pytest.param({"weight_sync": {"transport": "files"}, "lora": {"rank": 4}}, id="files, an adapter merged"),
         pytest.param({"weight_sync": {"payload": "adapter"}, "lora": {"rank": 4}, "rollout": {"kv": "recompute"}}, id="an adapter"),
         pytest.param(

@@ -30,6 +30,7 @@ from slipstream.config.load import load_config
 from slipstream.controller.controller import COMMIT_WITHIN_S
 from slipstream.engines.vllm import attach as attaching
 from slipstream.engines.vllm import versions
+from slipstream.engines.vllm.arrays import Wants
 from slipstream.engines.vllm.attach import KEY_VARIABLE, MODEL_KEYS, Needs, attach
 from slipstream.engines.vllm.client import Refused
 from slipstream.errors import ConfigError, ModelError
@@ -92,7 +93,8 @@ def free_port() -> int:
 
 def needs_of(model: Path) -> Needs:
     config = AutoConfig.from_pretrained(model)
-    return Needs(128, 16, "slipstream_shared_memory", {key: getattr(config, key) for key in MODEL_KEYS})
+    wants = Wants(keep_routing=None, top_k=0, vocab_size=config.vocab_size, samples_evaluations=False)
+    return Needs(128, 16, "slipstream_shared_memory", {key: getattr(config, key) for key in MODEL_KEYS}, wants)
 
 
 def ask(url: str, needs: Needs) -> str:
@@ -116,6 +118,8 @@ def test_a_server_that_a_person_started(tmp_path: Path, monkeypatch: pytest.Monk
             ({"slots": 17}, ConfigError, "--max-num-seqs"),
             ({"backend": "slipstream_files"}, ConfigError, "--weight-transfer-config slipstream_shared_memory"),
             ({"model": needs.model | {"hidden_size": 96}}, ModelError, "hidden_size 64 instead of 96"),
+            ({"wants": replace(needs.wants, top_k=20)}, ConfigError, f"--max-logprobs {needs.wants.vocab_size}"),
+            ({"wants": replace(needs.wants, keep_routing=True)}, ConfigError, "--enable-return-routed-experts"),
         ):
             with pytest.raises(error, match=words):
                 ask(url, replace(needs, **wrong))
@@ -154,10 +158,10 @@ def test_a_server_that_is_open_and_without_the_plugin(tmp_path: Path, monkeypatc
     url = f"http://127.0.0.1:{port}"
     with started(script, tmp_path / "log"):
         with pytest.raises(ConfigError, match="/is_paused without a key"):
-            ask(url, Needs(128, 16, "slipstream_shared_memory", {}))
+            ask(url, Needs(128, 16, "slipstream_shared_memory", {}, Wants(None, 0, 1, False)))
         monkeypatch.setattr(attaching, "_check_closed", lambda url: asyncio.sleep(0))
         with pytest.raises(ModelError, match="without slipstream's plugin"):
-            ask(url, Needs(128, 16, "slipstream_shared_memory", {}))
+            ask(url, Needs(128, 16, "slipstream_shared_memory", {}, Wants(None, 0, 1, False)))
 
 
 def stop_amid_generation(run: LiveRun, shell: subprocess.Popen[bytes]) -> None:

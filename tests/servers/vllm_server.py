@@ -94,6 +94,7 @@ class LiveServer:
         spec = ServerSpec(
             engine_id="engine-0", model=self.folder, dtype=str(self.dtype).removeprefix("torch."), max_context=128, slots=8, threads=1,
             number=0, seed=1, kv_bytes_per_token=1 << 13, transfer="slipstream_shared_memory", adapters=self.room,
+            max_logprobs=VOCABULARY,
             extra=("--override-generation-config", '{"top_k": 1, "temperature": 0.1, "repetition_penalty": 2.0}'),
         )  # fmt: skip
         environment = await find_environment(vllm_python())
@@ -140,12 +141,15 @@ class LiveServer:
 
     def plain(self, prompt: list[int], tokens: list[int]) -> tuple[list[int], list[float]]:
         """What transformers says of the same: the likeliest token at each place, and the logprobs of `tokens`."""
+        logprobs = torch.log_softmax(self.logits(prompt, tokens), -1)
+        return logprobs.argmax(-1).tolist(), logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+    def logits(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        """[tokens, V]: what transformers says of each of `tokens` before it is there."""
         plain = AutoModelForCausalLM.from_config(self.model.config, attn_implementation="eager").eval()
         plain.load_state_dict(self.model.state_dict())
         with torch.no_grad():
-            logits = plain(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        logprobs = torch.log_softmax(logits, -1)
-        return logprobs.argmax(-1).tolist(), logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+            return plain(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
 
     async def stop(self) -> None:
         await self.client.close()

@@ -1,17 +1,31 @@
-"""A vLLM server as far as slipstream talks to one: its routes over a Unix socket, with tokens 100, 101, ... and failures on order."""
+"""A vLLM server as far as slipstream talks to one: its routes over a Unix socket, with tokens 100, 101, ... and failures on order.
+
+What it streams has the fields of vLLM 0.32.0's `GenerateTokensStreamResponse` (vllm/entrypoints/scale_out/token_in_token_out/protocol.py),
+filled as `serve_tokens_stream_generator` of serving.py beside it does; `tests/servers/test_vllm_protocol.py` holds them against those.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 LOGPROB = -0.5
+NUM_EXPERTS, NUM_LAYERS, TOP_K = 6, 3, 2  # of a model with experts
+
+
+def routed(num_tokens: int) -> np.ndarray:
+    """uint8 [tokens, layers, k]: where the fake routes a sequence's tokens, as `RoutedExpertsCapturer` has it for up to 256 experts."""
+    token, layer, choice = np.ogrid[:num_tokens, :NUM_LAYERS, :TOP_K]
+    return ((token + 2 * layer + choice) % NUM_EXPERTS).astype(np.uint8)
 
 
 class FakeVllm:
@@ -34,6 +48,11 @@ class FakeVllm:
         self.max_model_len = 128
         self.prompt_logprobs: list[float] = []  # of the probe's tokens after the first
         self.about: dict[str, Any] | None = None  # what the plugin tells; None: there is no plugin
+        self.has_experts = False  # it tells the routing (--enable-return-routed-experts)
+        self.tells_masks = False  # --return-sampling-mask
+        self.kept = [7, 9]  # token ids that truncated sampling leaves beside the sampled one
+        self.kept_at: dict[int, list[int]] = {}  # sampled token -> others that were kept with it, where they are not those
+        self.heeds_aborts = True
         self.checksum: str | None = None  # that the report names; by default what was asked for
         self.key: str | None = None  # that every route asks for
         self._reports: list[dict[str, Any] | None] = [None]
@@ -46,12 +65,21 @@ class FakeVllm:
         self.num_sampled = 0  # tokens, of all sequences
         self._transports: set[asyncio.BaseTransport] = set()  # of generations that run
         self._epoch = 0
+        self._aborted: set[str] = set()  # request ids
         self._runner: web.AppRunner | None = None
 
     async def start(self, socket: Path | None) -> str:
         """Its address; None: a port of the loopback address."""
         app = web.Application(middlewares=[self._require_key])
-        for route in ("pause", "resume", "start_weight_update", "update_weights", "collective_rpc", "finish_weight_update"):
+        for route in (
+            "pause",
+            "resume",
+            "start_weight_update",
+            "update_weights",
+            "collective_rpc",
+            "finish_weight_update",
+            "abort_requests",
+        ):
             app.router.add_post(f"/{route}", self._control)
         for route in ("load_lora_adapter", "unload_lora_adapter"):
             app.router.add_post(f"/v1/{route}", self._control)
@@ -170,11 +198,20 @@ class FakeVllm:
         del self.adapters[body["lora_name"]]
         return web.Response(text="Success")
 
+    async def _abort_requests(self, body: Any) -> web.Response:
+        async with self._moved:
+            self._aborted.update(body["request_ids"])
+            self._moved.notify_all()
+        return _json({})
+
+    def _is_aborted(self, name: str) -> bool:
+        return self.heeds_aborts and name in self._aborted
+
     # ---- generation
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         """`failures`: a status ("503", "400"), "cut N" (the connection after N tokens), "event N" (an error in the stream after N tokens),
-        "finish REASON" (after one token), "logprob X", "merge N" (N tokens to a chunk)."""
+        "finish REASON" (after one token), "logprob X", "merge N" (N tokens to a chunk), "routing TEXT" (in place of the routed experts)."""
         body = await request.json()
         if not body.get("stream"):
             return self._score(body)
@@ -182,6 +219,8 @@ class FakeVllm:
         if body.get("model", "policy") not in ("policy", *self.adapters):
             return _json({"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}}, 404)
         failure, _, argument = (self.failures.pop(0) if self.failures else "").partition(" ")
+        if self.tells_masks and (body["sampling_params"].get("top_k", 0) <= 0 or body["sampling_params"]["temperature"] <= 0):
+            return _json({"error": {"message": "sampling distribution replay requires temperature > 0, top_k > 0", "code": 400}}, 400)
         if failure.isdigit():
             return _json({"error": {"message": "out of order", "code": int(failure)}}, int(failure))
         started = self.label
@@ -201,7 +240,7 @@ class FakeVllm:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         sampling, spans, taken, epoch = body["sampling_params"], [], 0, self._epoch
-        merged, chunk_tokens = (int(argument) if failure == "merge" else 1), []
+        merged, chunk_tokens, prompt = (int(argument) if failure == "merge" else 1), [], len(body["token_ids"])
         for index in range(sampling["max_tokens"]):
             if failure == "cut" and index == int(argument):
                 assert request.transport is not None
@@ -210,33 +249,69 @@ class FakeVllm:
             if failure == "event" and index == int(argument):
                 await _event(response, {"error": {"message": "engine trouble", "code": 500}})
                 break
-            epoch, taken = await self._may_sample(epoch, taken)
+            name = f"generate-tokens-{body.get('request_id')}"
+            epoch, taken = await self._may_sample(epoch, taken, name)
+            if self._is_aborted(name):  # a last chunk without tokens
+                await _event(response, self._chunk(body, [], "abort", spans, LOGPROB, routed(prompt + index - 1)))
+                break
             self.num_sampled += 1
             await self._happened()
             label = self.label
             if not spans or spans[-1]["version"] != label:
                 spans.append({"version": label, "start": index, "end": index})
             spans[-1]["end"] = index + 1
-            token = 100 + len(body["token_ids"]) + index
+            token = 100 + prompt + index
             reason = "stop" if token in sampling["stop_token_ids"] else "length" if index + 1 == sampling["max_tokens"] else None
             reason = argument if failure == "finish" else reason
             logprob = float(argument) if failure == "logprob" else self.logprobs.get(body.get("model", ""), LOGPROB)
             chunk_tokens.append(token)
             if len(chunk_tokens) < merged and not reason:
                 continue
-            entries = [{"token_id": t, "logprob": logprob} for t in chunk_tokens]
-            choice = {"index": 0, "token_ids": chunk_tokens, "finish_reason": reason, "logprobs": {"content": entries}}
+            chunk = self._chunk(body, chunk_tokens, reason, spans, logprob, routed(prompt + index))
+            if failure == "routing" and reason:
+                chunk["choices"][0]["routed_experts"] = argument or None
+            await _event(response, chunk)
             chunk_tokens = []
-            await _event(response, {"choices": [choice | ({"weight_versions": spans} if self.tell_labels else {})]})
             if reason:
                 break
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _may_sample(self, epoch: int, taken: int) -> tuple[int, int]:
-        """Wait until a sequence that took `taken` tokens in `epoch` may sample one more."""
+    def _chunk(
+        self, body: dict[str, Any], tokens: list[int], reason: str | None, spans: list[dict[str, Any]], logprob: float, experts: np.ndarray
+    ) -> dict[str, Any]:
+        entries = [
+            {"token_id": t, "logprob": logprob, "rank": 1, "top_logprobs": self._top_logprobs(t, logprob, body["sampling_params"])}
+            for t in tokens
+        ]
+        choice = {
+            "index": 0,
+            "finish_reason": reason,
+            "stop_reason": tokens[-1] if reason == "stop" else None,
+            "token_ids": tokens,
+            "routed_experts": _npy(experts) if self.has_experts and reason else None,
+            "sampling_mask": [sorted([t, *self.kept]) for t in tokens] if self.tells_masks and tokens else None,
+            "weight_versions": spans if self.tell_labels else None,
+            "logprobs": {"content": entries},
+        }
+        return {"request_id": f"generate-tokens-{body.get('request_id')}", "usage": None, "output_mode": "tokens", "choices": [choice]}
+
+    def _top_logprobs(self, token: int, logprob: float, sampling: dict[str, Any]) -> list[dict[str, Any]]:
+        """The sampled token first, then the likeliest ones; what was cut off has -9999, in place of -inf."""
+        kept = self.kept_at.get(token, self.kept)
+        likeliest = [token, *kept, *(other for other in range(20, 1000) if other not in (token, *kept))]
+        left = 1 + len(kept) if sampling.get("top_k", 0) else len(likeliest)
+        listed = likeliest[: max(sampling.get("logprobs", 0), 1)]
+        return [{"token_id": t, "logprob": logprob if at < left else -9999.0, "rank": at + 1} for at, t in enumerate(listed)]
+
+    async def _may_sample(self, epoch: int, taken: int, name: str) -> tuple[int, int]:
+        """Wait until a sequence that took `taken` tokens in `epoch` may sample one more, or is aborted."""
+
+        def may() -> bool:
+            return not self.paused and (taken < self._allowed or self._epoch > epoch) and self._allowed > 0
+
         async with self._moved:
-            await self._moved.wait_for(lambda: not self.paused and (taken < self._allowed or self._epoch > epoch) and self._allowed > 0)
+            await self._moved.wait_for(lambda: self._is_aborted(name) or may())
             return (self._epoch, 1) if self._epoch > epoch else (epoch, taken + 1)
 
     def _score(self, body: dict[str, Any]) -> web.Response:
@@ -244,6 +319,13 @@ class FakeVllm:
         values = self.prompt_logprobs or [self.logprobs.get(body.get("model", ""), LOGPROB)] * len(tokens)
         entries = [{str(token): {"logprob": value}} for token, value in zip(tokens, values, strict=True)]
         return _json({"prompt_logprobs": [None, *entries]})
+
+
+def _npy(array: np.ndarray) -> str:
+    """As `numpy2base64` of vllm/utils/serial_utils.py."""
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    return base64.b64encode(buffer.getvalue()).decode()
 
 
 async def _event(response: web.StreamResponse, value: Any) -> None:

@@ -67,9 +67,8 @@ def make(**tables: Any) -> Config:
         ({"engine": {"type": "vllm", "urls": ["a:80"]}}, ('"a:80"', "unix:/path")),
         ({"engine": {"type": "vllm"}, "rollout": {"temperature": 8.0}}, ("rollout.temperature = 8", "takes 0.01 to 2")),
         ({"engine": {"type": "vllm"}, "evaluation": {"temperature": 0.001}}, ("evaluation.temperature = 0.001", "takes 0.01 to 2")),
-        ({"engine": {"type": "vllm"}, "rollout": {"top_k": 5}}, ("top_k = 5", "vocabulary", "does not tell")),
-        ({"engine": {"type": "vllm"}, "rollout": {"min_p": 0.1}}, ("min_p = 0.1", "does not tell")),
-        ({"engine": {"type": "vllm"}, "rollout": {"keep_routing": True}}, ("keep_routing = true", "routes by itself")),
+        ({"engine": {"type": "vllm"}, "rollout": {"top_p": 0.9}}, ("top_p = 0.9", "no top_k", "set top_k besides")),
+        ({"engine": {"type": "vllm"}, "rollout": {"min_p": 0.1}}, ("min_p = 0.1", "no top_k")),
         ({"engine": {"type": "vllm"}, "weight_sync": {"transport": "collective"}}, ('"collective"', "memory or files", '"shared_memory"')),
         (
             {"engine": {"type": "vllm"}, "weight_sync": {"payload": "delta"}},

@@ -19,8 +19,9 @@ import pytest
 from fake_vllm import FakeVllm
 
 from slipstream.engines.vllm import environment as environments
+from slipstream.engines.vllm.arrays import Routing, Tells, Wants
 from slipstream.engines.vllm.attach import KEY_VARIABLE, MODEL_KEYS, Attached, Needs, _private, attach, clear_note
-from slipstream.engines.vllm.client import Client, Refused
+from slipstream.engines.vllm.client import MAX_LINE_BYTES, Client, Refused
 from slipstream.engines.vllm.environment import PLUGIN, VllmEnvironment, clean_environment, find_environment
 from slipstream.engines.vllm.labels import version_of
 from slipstream.engines.vllm.server import AdapterRoom, Server, ServerDied, ServerSpec
@@ -54,6 +55,9 @@ def test_the_command_line() -> None:
         '--weight-transfer-config {"backend": "slipstream_shared_memory"}', "--worker-extension-cls slipstream_vllm.worker.WorkerExtension",
     ):  # fmt: skip
         assert part in text
+    assert "--max-logprobs" not in text and "--enable-return-routed-experts" not in text
+    more = " ".join(replace(SPEC, max_logprobs=84, tells_routing=True).command(environment(), Path("/private/engine-0.vllm")))
+    assert "--max-logprobs 84 --enable-return-routed-experts --max-num-batched-tokens 512" in more
     assert command[-2:] == ["--max-num-batched-tokens", "512"], "a person's own arguments come last, and win"
     assert "--host" not in text and "--port" not in text, "no port is opened"
 
@@ -237,9 +241,11 @@ asyncio.run(main())
 ABOUT = {
     "backend": "slipstream_shared_memory", "logprobs_mode": "processed_logprobs", "slots": 32, "device": "cpu",
     "model": {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2}, "adapters": None,
+    "max_logprobs": 20, "sampling_mask": False, "routing": None,
 }  # fmt: skip
 ROOM = {"places": 4, "rank": 8, "targets": None, "while_running": True}
-NEEDS = Needs(max_context=100, slots=32, backend="slipstream_shared_memory", model=ABOUT["model"])
+WANTS = Wants(keep_routing=None, top_k=0, vocab_size=1000, samples_evaluations=False)
+NEEDS = Needs(max_context=100, slots=32, backend="slipstream_shared_memory", model=ABOUT["model"], wants=WANTS)
 
 
 def attach_to(tmp_path: Path, prepare: Callable[[FakeVllm], None], socket: str | None = "s", needs: Needs = NEEDS) -> Attached:
@@ -260,7 +266,21 @@ def attach_to(tmp_path: Path, prepare: Callable[[FakeVllm], None], socket: str |
 
 def test_a_running_server_is_taken_under_its_own_name(tmp_path: Path) -> None:
     attached = attach_to(tmp_path, lambda fake: None)
-    assert attached.model == "theirs" and attached.notes == ()
+    assert (
+        attached.model == "theirs"
+        and attached.notes == ()
+        and attached.tells == Tells()
+        and attached.client.max_line_bytes == MAX_LINE_BYTES
+    )
+
+
+def test_what_it_tells_of_tokens_is_asked_and_room_made_for_it(tmp_path: Path) -> None:
+    experts = {"layers": [0, 1], "num_layers": 2, "num_experts": 6, "top_k": 2}
+    attached = attach_to(tmp_path, lambda fake: setattr(fake, "about", ABOUT | {"routing": experts}))
+    assert attached.tells.routing == Routing((0, 1), 2, 6, 2)
+    assert attached.client.max_line_bytes >= MAX_LINE_BYTES + 100 * 4 * 2 * 4 / 3
+    with pytest.raises(ConfigError, match=r"rollout\.top_k = 5.*names 20.*--max-logprobs 1000"):
+        attach_to(tmp_path, lambda fake: None, needs=replace(NEEDS, wants=replace(WANTS, top_k=5)))
 
 
 @pytest.mark.parametrize(

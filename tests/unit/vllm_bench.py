@@ -12,6 +12,7 @@ from fake_vllm import LOGPROB, FakeVllm
 
 from slipstream.engines.frames import FrameRouter
 from slipstream.engines.interrupts import InterruptPolicy
+from slipstream.engines.vllm.arrays import NOTHING_TOLD, Tells
 from slipstream.engines.vllm.client import Client
 from slipstream.engines.vllm.engine import VllmEngine
 from slipstream.engines.vllm.loop import Weights, run_vllm_engine
@@ -69,11 +70,11 @@ class FakeController:
 class Bench:
     """A fake server, the engine over it, its loop, and a router as the rollout worker's."""
 
-    def __init__(self, fake: FakeVllm, client: Client, policy: InterruptPolicy, slots: int):
+    def __init__(self, fake: FakeVllm, client: Client, policy: InterruptPolicy, slots: int, tells: Tells):
         self.fake, self.client, self.controller = fake, client, FakeController()
         options: dict[str, Any] = {
             "engine_id": "engine-0", "model": "policy", "slots": slots, "max_context": 64, "vocab_size": VOCABULARY, "policy": policy,
-            "decode": lambda ids: "".join(f"<{i}>" for i in ids),
+            "decode": lambda ids: "".join(f"<{i}>" for i in ids), "tells": tells,
         }  # fmt: skip
         self.engine, weights = self.make(options)
         self.router = FrameRouter()
@@ -127,11 +128,12 @@ def run(
     policy: InterruptPolicy | None = None,
     slots: int = 4,
     make: Callable[..., Bench] = Bench,
+    tells: Tells = NOTHING_TOLD,
 ) -> None:
     async def main() -> None:
         fake = FakeVllm()
         client = Client(await fake.start(tmp_path / "s"), backoff_s=(0.0, 0.0, 0.0))
-        bench = make(fake, client, policy or InterruptPolicy(), slots)
+        bench = make(fake, client, policy or InterruptPolicy(), slots, tells)
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await body(bench)

@@ -115,11 +115,12 @@ def _check_server(config: Config, found: Findings) -> None:
     """The environment that a server is to be started from has a vLLM that was tested. Running servers are asked when the run starts."""
     if config.engine.type != "vllm" or config.engine.urls:
         return
-    from slipstream.engines.vllm.environment import find_environment
+    from slipstream.engines.vllm.environment import check_routing, find_environment
 
     with found.collect('engine.type = "vllm": '):
         environment = asyncio.run(find_environment(config.engine.python))
         found.facts["vllm"] = f"{environment.version} of {environment.python}"
+        check_routing(config.rollout.keep_routing, environment)
 
 
 def _check_loss(config: Config, found: Findings) -> None:

@@ -109,19 +109,14 @@ def _sampling(config: Config) -> Iterator[Problem]:
         if value and not low <= value <= high:
             text = f'{key} = {value:g} with engine.type = "vllm", which takes {low:g} to {high:g}; choose one of these'
             yield ((key, "engine.type"), text)
-    for key in ("top_k", "top_p", "min_p"):
-        if getattr(rollout, key) != type(rollout).model_fields[key].default:
-            yield (
-                (f"rollout.{key}", "engine.type"),
-                f'{key} = {getattr(rollout, key):g} with engine.type = "vllm": the trainer normalises over the vocabulary that truncated '
-                f'sampling kept, which this server does not tell; leave it out or use engine.type = "embedded"',
-            )
-    if rollout.keep_routing:
-        yield (
-            ("rollout.keep_routing", "engine.type"),
-            'keep_routing = true with engine.type = "vllm": this server does not tell which experts a token was routed to; leave it out '
-            '(the trainer then routes by itself) or use engine.type = "embedded"',
-        )
+    if rollout.top_k == 0:
+        for key in ("top_p", "min_p"):
+            if getattr(rollout, key) != type(rollout).model_fields[key].default:
+                yield (
+                    (f"rollout.{key}", "engine.type"),
+                    f'{key} = {getattr(rollout, key):g} with engine.type = "vllm" and no top_k: the trainer normalises over the vocabulary '
+                    "that was kept, and this server tells it for as many tokens as it is asked for; set top_k besides, e.g. 100",
+                )
 
 
 def _payload(config: Config) -> Iterator[Problem]:

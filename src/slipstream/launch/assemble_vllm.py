@@ -15,10 +15,11 @@ from slipstream.config.settings import Config
 from slipstream.deadlines import LOAD_S
 from slipstream.engines.interrupts import InterruptPolicy
 from slipstream.engines.vllm.adapter_engine import AdapterEngine
-from slipstream.engines.vllm.attach import ATTACH_S, MODEL_KEYS, Needs, attach
+from slipstream.engines.vllm.arrays import Wants
+from slipstream.engines.vllm.attach import ATTACH_S, MODEL_KEYS, Needs, ask_what_it_tells, attach
 from slipstream.engines.vllm.client import Client
 from slipstream.engines.vllm.engine import VllmEngine
-from slipstream.engines.vllm.environment import find_environment
+from slipstream.engines.vllm.environment import check_routing, find_environment
 from slipstream.engines.vllm.loop import run_vllm_engine
 from slipstream.engines.vllm.server import MODEL, AdapterRoom, Server, ServerSpec
 from slipstream.engines.vllm.weights import ServerWeights, WholeWeights
@@ -47,11 +48,12 @@ async def run_vllm_role(child: Child, context: RunContext, controller: Controlle
             child.progress.working(f"wait for the server at {url}", 2 * ATTACH_S, owed="a healthy server")
             attached = await attach(url, _needs(context, info, max_context, room))
             held.push_async_callback(attached.client.close)
-            client, model, notes = attached.client, attached.model, attached.notes
+            client, model, tells, notes = attached.client, attached.model, attached.tells, attached.notes
         else:
             log = context.run_folder / "log" / f"{engine_id}-vllm.log"
             spec = _spec(context, info, engine_id, number, max_context, room)
             environment = await find_environment(config.engine.python)
+            check_routing(config.rollout.keep_routing, environment)
             server = await Server.start(spec, environment, Path(child.spec.socket_folder), log)
             held.push_async_callback(server.stop)
             client, model, died = Client(f"unix:{server.socket}"), MODEL, server.died
@@ -59,6 +61,7 @@ async def run_vllm_role(child: Child, context: RunContext, controller: Controlle
             child.progress.working("start the vLLM server", LOAD_S, owed="a healthy server")
             await server.until_healthy(client, LOAD_S)
             await ServerWeights(client, model, info.vocab_size).warm_up()
+            tells = await ask_what_it_tells(client, _wants(config, info), max_context)
             notes = environment.notes
         for note in notes:
             await controller.note(f"{engine_id}: {note}")
@@ -70,6 +73,7 @@ async def run_vllm_role(child: Child, context: RunContext, controller: Controlle
             "vocab_size": info.vocab_size,
             "decode": lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
             "policy": InterruptPolicy.of(config.rollout),
+            "tells": tells,
         }
         server_weights = ServerWeights(client, model, info.vocab_size)
         if room is None:
@@ -103,6 +107,16 @@ def _needs(context: RunContext, info: ModelInfo, max_context: int, room: Adapter
         backend=WEIGHT_ENGINES[config.weight_sync.transport],
         model={key: getattr(model, key, None) for key in MODEL_KEYS},
         adapters=room,
+        wants=_wants(config, info),
+    )
+
+
+def _wants(config: Config, info: ModelInfo) -> Wants:
+    return Wants(
+        keep_routing=config.rollout.keep_routing,
+        top_k=config.rollout.top_k,
+        vocab_size=info.vocab_size,
+        samples_evaluations=config.data.eval is not None and config.evaluation.temperature > 0,
     )
 
 
@@ -120,6 +134,8 @@ def _spec(context: RunContext, info: ModelInfo, engine_id: str, number: int, max
         kv_bytes_per_token=_kv_bytes_per_token(config, info),
         transfer=WEIGHT_ENGINES[config.weight_sync.transport],
         adapters=room,
+        max_logprobs=info.vocab_size if config.rollout.top_k else 0,
+        tells_routing=bool(config.rollout.keep_routing),
         extra=tuple(config.engine.server_args),
     )
 

@@ -39,7 +39,7 @@ class AdapterEngine(VllmEngine):
         self.shelf.put(version)
         self.version, self.checksum = version, checksum
         for request in list(self._running.values()):
-            if request.on is None or request.request.purpose is Purpose.EVAL:  # not sent yet; or pinned
+            if request.on is None or request.reason is not None or request.request.purpose is Purpose.EVAL:  # not sent; ended; pinned
                 continue
             if self.policy.aborts(request.on[1] if request.oldest is None else request.oldest, version[1]):
                 self._end(request, StopReason.INTERRUPT)

@@ -1,4 +1,4 @@
-"""A vLLM server that somebody else started: waited for, asked what it is, and refused in words where it will not do.
+"""Servers are asked what they are, and refused in words where they will not do. One that somebody else started is waited for first.
 
 GET  /health, /version, /v1/models       it answers, this key is its key, its version was tested, its context is long enough
 GET  /is_paused, without a key           refused: whoever reaches the control routes can replace the weights
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from slipstream.engines.vllm.client import Client, Refused, Transient
+from slipstream.engines.vllm.arrays import Tells, Wants, what_it_tells
+from slipstream.engines.vllm.client import MAX_LINE_BYTES, Client, Refused, Transient
 from slipstream.engines.vllm.server import ADAPTER_VARIABLE, HEALTH_INTERVAL_S, LOGPROBS_MODE, AdapterRoom
 from slipstream.engines.vllm.versions import check_version, device_note
 from slipstream.errors import ConfigError, DeadlineExceeded, ModelError
@@ -34,6 +35,7 @@ class Needs:
     slots: int
     backend: str  # the weight engine's name in the plugin
     model: dict[str, Any]  # of its config.json: MODEL_KEYS
+    wants: Wants
     adapters: AdapterRoom | None = None  # payload "adapter"
 
 
@@ -43,6 +45,7 @@ class Attached:
 
     client: Client
     model: str  # the name that it serves the model under
+    tells: Tells
     notes: tuple[str, ...]  # what a person should know of it
 
 
@@ -61,11 +64,26 @@ async def attach(url: str, needs: Needs, wait_s: float = ATTACH_S) -> Attached:
         served = (await client.get("/v1/models"))["data"][0]
         about = await _about(client, url)
         _check(url, needs, served.get("max_model_len"), about)
+        tells = what_it_tells(about, needs.wants, f"the server at {url}")
+        _make_room(client, tells, needs.max_context)
     except BaseException:
         await client.close()
         raise
     notes = (clear_note(url), device_note(version, about["device"]))
-    return Attached(client, served["id"], tuple(note for note in notes if note is not None))
+    return Attached(client, served["id"], tells, tuple(note for note in notes if note is not None))
+
+
+async def ask_what_it_tells(client: Client, wants: Wants, max_context: int) -> Tells:
+    """What the server tells of tokens. ConfigError where it is not what the run wants."""
+    tells = what_it_tells(await _about(client, client.address), wants, f"the server at {client.address}")
+    _make_room(client, tells, max_context)
+    return tells
+
+
+def _make_room(client: Client, tells: Tells, max_context: int) -> None:
+    """Let the client take the last chunk of a whole context."""
+    if tells.routing is not None:
+        client.max_line_bytes = MAX_LINE_BYTES + tells.routing.bytes_per_token * max_context
 
 
 async def _until_healthy(client: Client, wait_s: float) -> None:

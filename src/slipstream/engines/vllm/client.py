@@ -73,9 +73,9 @@ class Client:
             connector=aiohttp.UnixConnector(socket, **_PER_CALL) if socket else aiohttp.TCPConnector(**_PER_CALL),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=aiohttp.ClientTimeout(total=None),
-            read_bufsize=MAX_LINE_BYTES,
         )
         self.budget = RetryBudget()
+        self.max_line_bytes = MAX_LINE_BYTES  # of a stream: a chunk of its answer
         self._backoff_s, self._token_s = backoff_s, token_s
 
     async def get(self, path: str, deadline_s: float = CONTROL_S) -> Any:
@@ -113,7 +113,8 @@ class Client:
         """The chunks of `POST /inference/v1/generate`, one per token, to the last. Transient where the stream breaks off."""
         path, ended = "/inference/v1/generate", False
         try:
-            async with self._session.post(self._base + path, json=body, timeout=self._per_token()) as response:
+            posted = self._session.post(self._base + path, json=body, timeout=self._per_token(), read_bufsize=self.max_line_bytes)
+            async with posted as response:
                 if response.status != 200:
                     raise _error("POST", path, response.status, await response.text())
                 async for line in response.content:

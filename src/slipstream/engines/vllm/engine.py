@@ -3,6 +3,8 @@
     submit ──► waits: for its version, for one of `slots` places, for an update or a drain to end
                  └──► one HTTP stream (a task) ──► tokens with logprob and version ──► take_frames
                          ├─ breaks off: asked for again from its last token, within the client's budget
+                         ├─ has ended here, at a stop string, but not there, and its routing is kept: told to end, for its last chunk
+                         ├─ names too few tokens to see all that truncated sampling kept: asked for again from there, for more
                          └─ begins under newer weights than it was sent under: asked for again, so that what made its prompt is known
 
 At most `slots` sequences are on the server, as many as it runs at a time, so none waits inside it. A stream's `cache_salt` is the version
@@ -18,17 +20,17 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
 
-import numpy as np
-
 from slipstream.engines.interrupts import CONTINUE, InterruptPolicy
 from slipstream.engines.requests import Decode, StopStrings, check_request, make_stops
+from slipstream.engines.vllm.arrays import CUT_OFF, NOTHING_TOLD, Tells, kept_sets, num_logprobs
 from slipstream.engines.vllm.client import Transient
 from slipstream.engines.vllm.labels import Version, label_of, version_of
+from slipstream.engines.vllm.outbox import Outbox
 from slipstream.errors import RunFailed, WeightSyncError
-from slipstream.types import Frame, GenerateRequest, Purpose, RequestKey, StopReason
+from slipstream.types import Frame, GenerateRequest, Purpose, RequestKey, Sampling, StopReason
 
 LOGPROB_ROUNDING = 1e-6  # a logprob in (0, 1e-6] is rounding of log 1
-NO_LOGPROB = -9998.0  # below: the server's stand-in for -inf and NaN
+Sampled = tuple[Version, int, float, bytes]  # (version, token, logprob, what truncated sampling kept)
 
 
 class TokenSource(Protocol):
@@ -38,18 +40,25 @@ class TokenSource(Protocol):
 
     async def retrying(self, call: Callable[[], Any]) -> Any: ...
 
+    async def post(self, path: str, body: Any = None) -> Any: ...
 
-class _Moved(Exception):
-    """An update came between a stream's request and its first token."""
+
+class _AskAgain(Exception):
+    """A stream is of no use beyond what was taken of it: an update came before its first token, or it names too few tokens."""
 
 
 class _Request:
     """One request: waiting, or running as a task."""
 
-    __slots__ = ("handle", "oldest", "on", "request", "stops", "task", "tokens")
+    __slots__ = (
+        "handle", "keeps_routing", "num_attempts", "num_logprobs", "oldest", "on", "reason", "request", "stops", "task", "tokens",
+    )  # fmt: skip
 
-    def __init__(self, handle: int, request: GenerateRequest, stops: StopStrings | None):
+    def __init__(self, handle: int, request: GenerateRequest, stops: StopStrings | None, keeps_routing: bool, num_logprobs: int):
         self.handle, self.request, self.stops = handle, request, stops
+        self.keeps_routing, self.num_logprobs = keeps_routing, num_logprobs  # of each token: that the server is to name
+        self.num_attempts = 0
+        self.reason: StopReason | None = None  # why it has ended; its routing is still to come
         self.tokens: list[int] = []  # sampled by this server
         self.oldest = request.oldest_version  # of the sampled tokens
         self.on: Version | None = None  # what its stream was sent under
@@ -59,6 +68,11 @@ class _Request:
     def room(self) -> int:
         """Tokens that may still be sampled."""
         return self.request.sampling.max_new_tokens - len(self.tokens)
+
+    @property
+    def num_routed(self) -> int:
+        """Tokens that a forward pass has seen: all but the last."""
+        return len(self.request.token_ids) + len(self.tokens) - 1
 
 
 class VllmEngine:
@@ -79,13 +93,14 @@ class VllmEngine:
         vocab_size: int,
         decode: Decode | None = None,
         policy: InterruptPolicy = CONTINUE,
+        tells: Tells = NOTHING_TOLD,
     ):
         self.engine_id, self.slots = engine_id, slots
         self.version: Version = (0, -1)  # -1: no weights yet
         self.checksum = ""
         self.wake = asyncio.Event()
         self.failed: BaseException | None = None
-        self._server, self._model, self._decode = server, model, decode
+        self._server, self._model, self._decode, self._tells = server, model, decode, tells
         self._max_context, self._vocab_size = max_context, vocab_size
         self.policy = policy
         self._incoming: tuple[Version, str] | None = None  # an update is under way
@@ -97,7 +112,7 @@ class VllmEngine:
         self._running: dict[int, _Request] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # also of cancelled requests, until they have let go
         self._handles: dict[RequestKey, int] = {}
-        self._outbox = _Outbox(engine_id)
+        self._outbox = Outbox(engine_id)
         self._num_handles = 0
 
     # ---- requests (the `Engine` protocol) ----------------------------------------------------------------------------------
@@ -110,7 +125,9 @@ class VllmEngine:
         self._check_pinned(request)
         handle, self._num_handles = self._num_handles, self._num_handles + 1
         self._handles[request.key] = handle
-        self._waiting[handle] = _Request(handle, request, make_stops(request, self._decode))
+        keeps_routing = self._tells.routing is not None and request.purpose is Purpose.TRAIN
+        named = 0 if self._tells.masks else num_logprobs(request.sampling.top_k, self._vocab_size)
+        self._waiting[handle] = _Request(handle, request, make_stops(request, self._decode), keeps_routing, named)
         self._start_ready()
         return handle
 
@@ -182,6 +199,8 @@ class VllmEngine:
         assert self._incoming is not None, "an update is under way"
         version = self._incoming[0]
         for request in list(self._running.values()):
+            if request.reason is not None:  # it has all its tokens
+                continue
             oldest = self.version[1] if request.oldest is None else request.oldest
             if self.policy.aborts(oldest, version[1]):
                 self._end(request, StopReason.INTERRUPT)
@@ -192,7 +211,8 @@ class VllmEngine:
         (self.version, self.checksum), self._incoming, self._offered = self._incoming, None, False
         if self.policy.recomputes:
             for request in self._running.values():
-                self._read_by(self.version, request)
+                if request.reason is None:
+                    self._read_by(self.version, request)
         self._steady.set()
         self._start_ready()
         self.wake.set()
@@ -240,7 +260,7 @@ class VllmEngine:
             while request.handle in self._running:
                 try:
                     await self._server.retrying(lambda: self._attempt(request))
-                except _Moved:
+                except _AskAgain:
                     pass
         except Exception as error:
             self.failed = self.failed or error
@@ -249,23 +269,85 @@ class VllmEngine:
     async def _attempt(self, request: _Request) -> None:
         """Ask the server to go on from the request's tokens, and take what it sends."""
         if request.room <= 0:  # the stream broke off between the last token and its end
-            self._end(request, StopReason.LENGTH)
+            request.reason = request.reason or StopReason.LENGTH
+        if request.reason is not None:
+            await self._route_anew(request)
             return
         await self._steady.wait()  # an update; it has its own deadline
         model, sent_under = self._asked(request)
         request.on, num_taken = sent_under, 0
         self._read_by(sent_under, request)
-        async with aclosing(self._server.stream(_body(request, model, label_of(sent_under)))) as chunks:  # type: ignore[type-var]
+        body = self._body(request, model, sent_under)
+        async with aclosing(self._server.stream(body)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 for choice in chunk["choices"]:
-                    sampled = self._sampled(request, choice, num_taken, sent_under)
-                    if num_taken == 0 and sampled and sampled[0][0] != sent_under:
-                        raise _Moved
-                    num_taken += len(sampled)
-                    if (reason := self._take(request, sampled) or _reason(choice.get("finish_reason"))) is not None:
-                        self._end(request, reason)
+                    ended_there = choice.get("finish_reason") is not None
+                    if request.reason is None:
+                        num_taken += self._take(request, choice, num_taken, sent_under)
+                        if request.reason is not None and request.keeps_routing and not ended_there:
+                            await self._server.post("/abort_requests", {"request_ids": [f"generate-tokens-{body['request_id']}"]})
+                    if request.reason is not None and (ended_there or not request.keeps_routing):
+                        self._end(request, request.reason, choice.get("routed_experts"))
                         return
         raise Transient(f"the server ended the stream of request {request.handle} without saying why")
+
+    def _take(self, request: _Request, choice: Mapping[str, Any], at: int, sent_under: Version) -> int:
+        """Take a chunk's tokens, the first of which is the stream's token `at`; how many. Says why the generation has ended, if it has."""
+        sampled = self._sampled(request, choice, at, sent_under)
+        if at == 0 and sampled and sampled[0][0] != sent_under:
+            raise _AskAgain
+        request.reason = self._keep(request, sampled)
+        if request.reason is None:
+            if len(sampled) < len(choice.get("token_ids") or ()):
+                self._ask_for_more(request)
+            request.reason = _reason(choice.get("finish_reason"))
+        return len(sampled)
+
+    def _ask_for_more(self, request: _Request) -> None:
+        """The next token may have been drawn from more tokens than the server named, so it is drawn anew.
+
+        Whether they are too few depends on the distribution, not on what was drawn from it: no token is preferred.
+        """
+        limit = min(self._tells.max_logprobs, self._vocab_size)
+        if request.num_logprobs >= limit:
+            raise RunFailed(
+                f"the server kept more than the {limit} tokens that it names (rollout.top_k = {request.request.sampling.top_k}; in "
+                f"bfloat16 many are equally likely): start it with --max-logprobs {self._vocab_size}"
+            )
+        request.num_logprobs = min(2 * request.num_logprobs, limit)
+        raise _AskAgain
+
+    async def _route_anew(self, request: _Request) -> None:
+        """The tokens are all here, but not their end: end it, if need be with the routing that another pass over them shows."""
+        routed = None
+        if request.keeps_routing:
+            await self._steady.wait()  # an update; it has its own deadline
+            async with aclosing(self._server.stream(self._body(request, *self._asked(request), again=True))) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    routed = chunk["choices"][0].get("routed_experts")
+        assert request.reason is not None
+        self._end(request, request.reason, routed)
+
+    def _body(self, request: _Request, model: str, version: Version, *, again: bool = False) -> dict[str, Any]:
+        """The JSON of one generation from the request's tokens on; `again`: of a token in place of the last, for the routing before it."""
+        asked, sampling = request.request, request.request.sampling
+        tokens = [*asked.token_ids.tolist(), *request.tokens]
+        request.num_attempts += 1
+        body = {
+            "model": model,
+            "token_ids": tokens[:-1] if again else tokens,
+            "cache_salt": label_of(version),
+            "stream": True,
+            "sampling_params": {
+                "max_tokens": 1 if again else request.room,
+                **_distribution(sampling, self._tells),
+                "logprobs": request.num_logprobs,
+                "stop_token_ids": list(asked.stop_token_ids),
+                "ignore_eos": True,  # the stop tokens name it
+                "detokenize": False,
+            },
+        }
+        return body | {"request_id": f"{self.engine_id}-{request.handle}-{request.num_attempts}"}
 
     def _asked(self, request: _Request) -> tuple[str, Version]:
         """The name that the server knows the weights by that the request is sent under, and their version."""
@@ -281,10 +363,10 @@ class VllmEngine:
         if request.oldest is not None and request.oldest < version[1]:
             self._outbox.recomputed(request.handle)
 
-    def _take(self, request: _Request, sampled: list[tuple[Version, int, float]]) -> StopReason | None:
-        """Take a chunk's tokens; why the generation ends with one of them, if it does: a stop token or string, or no room for more."""
-        for version, token, logprob in sampled:
-            self._outbox.token(request.handle, token, logprob, version)
+    def _keep(self, request: _Request, sampled: list[Sampled]) -> StopReason | None:
+        """Keep tokens, up to one that ends the generation; why it does: a stop token or string, or no room for more."""
+        for version, token, logprob, kept in sampled:
+            self._outbox.token(request.handle, token, logprob, version, kept)
             request.tokens.append(token)
             request.oldest = version[1] if request.oldest is None else min(request.oldest, version[1])
             self.wake.set()
@@ -294,13 +376,15 @@ class VllmEngine:
                 return StopReason.LENGTH
         return None
 
-    def _sampled(self, request: _Request, choice: Mapping[str, Any], at: int, sent_under: Version) -> list[tuple[Version, int, float]]:
-        """(version, token, logprob) of a chunk's tokens, the first of which is the stream's token `at`. vLLM puts several into one chunk
-        where we are slow to read, so that an update may lie between them: each token's version is that of the span it is in."""
+    def _sampled(self, request: _Request, choice: Mapping[str, Any], at: int, sent_under: Version) -> list[Sampled]:
+        """A chunk's tokens, the first of which is the stream's token `at`, up to one that was drawn from who knows what. vLLM puts several
+        into one chunk where we are slow to read, so that an update may lie between them: each is of the version of its span."""
         tokens = choice.get("token_ids") or []
         if not tokens:
             return []
         spans = [(s["start"], s["end"], self._made_by(s["version"], sent_under)) for s in choice.get("weight_versions") or ()]
+        cuts = request.request.sampling.truncates_vocabulary
+        kept_by = kept_sets(choice, tokens, self._tells, self._vocab_size) if cuts else [b""] * len(tokens)
         sampled = []
         for index, (token, entry) in enumerate(zip(tokens, choice["logprobs"]["content"], strict=True), start=at):
             version = next((version for start, end, version in reversed(spans) if start <= index < end), None)
@@ -309,7 +393,9 @@ class VllmEngine:
                     "the server does not say which weights sampled its tokens: slipstream's plugin is not loaded there (docs/vllm.md)"
                 )
             self._check_version(request, version, sent_under)
-            sampled.append((version, token, _logprob(request, token, entry)))
+            if (kept := kept_by[index - at]) is None:
+                break
+            sampled.append((version, token, _logprob(request, token, entry), kept))
         return sampled
 
     def _check_version(self, request: _Request, version: Version, oldest: Version) -> None:
@@ -320,7 +406,11 @@ class VllmEngine:
         if request.request.purpose is Purpose.EVAL and self._pinned is not None and version != self._pinned[0]:
             raise WeightSyncError(f"an evaluation of version {label_of(self._pinned[0])} was sampled by {label_of(version)}")
 
-    def _end(self, request: _Request, reason: StopReason) -> None:
+    def _end(self, request: _Request, reason: StopReason, routed: str | None = None) -> None:
+        """`routed`: how the server routed it, as it says; asked for only where its routing is kept."""
+        if request.keeps_routing and reason in (StopReason.STOP, StopReason.LENGTH):
+            assert self._tells.routing is not None
+            self._outbox.routed(request.handle, self._tells.routing.read(routed, request.num_routed))
         self._outbox.finished(request.handle, reason)
         self._take_out(request)
         self._start_ready()
@@ -335,78 +425,15 @@ class VllmEngine:
             task.cancel()
 
 
-class _Outbox:
-    """What is to be told in the next frames."""
-
-    def __init__(self, engine_id: str):
-        self._engine_id = engine_id
-        self._num_frames = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        self._tokens: list[tuple[Version, int, int, float]] = []  # (version, handle, token, logprob) in order of arrival
-        self._finished: list[tuple[int, StopReason]] = []
-        self._prefilled: list[tuple[int, int, int]] = []
-        self._recomputed: list[int] = []
-
-    def token(self, handle: int, token: int, logprob: float, version: Version) -> None:
-        self._tokens.append((version, handle, token, logprob))
-
-    def finished(self, handle: int, reason: StopReason) -> None:
-        self._finished.append((handle, reason))
-
-    def prefilled(self, handle: int, version: Version) -> None:
-        self._prefilled.append((handle, *version))
-
-    def recomputed(self, handle: int) -> None:
-        self._recomputed.append(handle)
-
-    def take(self, current: Version) -> list[Frame]:
-        """Frames of one version each, oldest first; the first one tells what was prefilled, the last one what ended."""
-        if not (self._tokens or self._finished or self._prefilled or self._recomputed):
-            return []
-        versions = sorted({version for version, *_ in self._tokens}) or [current]
-        frames = [self._frame(version, last=version == versions[-1], first=version == versions[0]) for version in versions]
-        self._clear()
-        return frames
-
-    def _frame(self, version: Version, *, first: bool, last: bool) -> Frame:
-        rows = [row for row in self._tokens if row[0] == version]
-        self._num_frames += 1
-        return Frame(
-            tick=self._num_frames,
-            engine_id=self._engine_id,
-            incarnation=version[0],
-            version=version[1],
-            handles=np.array([handle for _, handle, _, _ in rows], np.int32),
-            token_ids=np.array([token for _, _, token, _ in rows], np.int32),
-            logprobs=np.array([logprob for _, _, _, logprob in rows], np.float32),
-            finished=tuple(self._finished) if last else (),
-            prefilled=tuple(self._prefilled) if first else (),
-            recomputed=tuple(self._recomputed) if first else (),
-        )
-
-
 # ---- pieces ------------------------------------------------------------------------------------------------------------------
 
 
-def _body(request: _Request, model: str, salt: str) -> dict[str, Any]:
-    """The JSON of one generation from the request's tokens on."""
-    asked, sampling = request.request, request.request.sampling
-    return {
-        "model": model,
-        "token_ids": [*asked.token_ids.tolist(), *request.tokens],
-        "cache_salt": salt,
-        "stream": True,
-        "sampling_params": {
-            "max_tokens": request.room,
-            "temperature": sampling.temperature,
-            "logprobs": 0,  # of the sampled token alone
-            "stop_token_ids": list(asked.stop_token_ids),
-            "ignore_eos": True,  # the stop tokens name it
-            "detokenize": False,
-        },
-    }
+def _distribution(sampling: Sampling, tells: Tells) -> dict[str, Any]:
+    """What tokens are drawn from. A server that tells what was kept refuses to be greedy, but not to keep the likeliest token alone."""
+    if sampling.temperature == 0.0 and tells.masks:
+        return {"temperature": 1.0, "top_k": 1}
+    cuts = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p} if sampling.truncates_vocabulary else {}
+    return {"temperature": sampling.temperature, **cuts}
 
 
 def _reason(finish_reason: str | None) -> StopReason | None:
@@ -421,7 +448,7 @@ def _reason(finish_reason: str | None) -> StopReason | None:
 def _logprob(request: _Request, token: int, entry: Mapping[str, Any]) -> float:
     """The sampled token's logprob, checked."""
     value = float(entry["logprob"])
-    if entry["token_id"] != token or not math.isfinite(value) or value <= NO_LOGPROB or value > LOGPROB_ROUNDING:
+    if entry["token_id"] != token or not math.isfinite(value) or value <= CUT_OFF or value > LOGPROB_ROUNDING:
         r = request.request
         raise RunFailed(
             f"the server gave token {token} of group {r.group_id} sample {r.sample} the logprob {value} (of token {entry['token_id']}): "

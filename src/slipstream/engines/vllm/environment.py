@@ -100,6 +100,15 @@ async def find_environment(python: str | None) -> VllmEnvironment:
     return VllmEnvironment(path.absolute(), version, on_cpu, answer.abi, answer.vllm is not None, answer.xxhash)
 
 
+def check_routing(keep_routing: bool | None, environment: VllmEnvironment) -> None:
+    """ConfigError where routing is to be kept by a server of an environment that cannot tell it."""
+    if keep_routing and environment.on_cpu:
+        raise ConfigError(
+            f"rollout.keep_routing = true, but {environment.python} has vLLM's CPU build: only its model runner V2 for GPUs tells which "
+            'experts a token was routed to. Leave keep_routing out (the trainer then routes by itself) or use engine.type = "embedded"'
+        )
+
+
 async def _ask(python: Path) -> bytes:
     process = await asyncio.create_subprocess_exec(
         str(python), "-c", _QUESTION, env=clean_environment([]), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE

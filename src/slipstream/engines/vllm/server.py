@@ -70,6 +70,8 @@ class ServerSpec:
     kv_bytes_per_token: int
     transfer: str  # the weight engine's name in the plugin
     adapters: AdapterRoom | None = None  # payload "adapter"
+    max_logprobs: int = 0  # of each token, that requests may ask for; 0: vLLM's default
+    tells_routing: bool = False  # GPUs only
     extra: tuple[str, ...] = ()  # engine.server_args
 
     def command(self, environment: VllmEnvironment, socket: Path) -> list[str]:
@@ -83,6 +85,8 @@ class ServerSpec:
             *("--worker-extension-cls", "slipstream_vllm.worker.WorkerExtension"),
             *(("--enforce-eager",) if environment.on_cpu else ()),
             *(self.adapters.options() if self.adapters else ()),
+            *(("--max-logprobs", str(self.max_logprobs)) if self.max_logprobs else ()),
+            *(("--enable-return-routed-experts",) if self.tells_routing else ()),
             *self.extra,
         ]
 

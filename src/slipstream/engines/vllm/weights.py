@@ -145,7 +145,8 @@ class ServerWeights:
 
     async def _logprobs(self, salt: str, model: str) -> np.ndarray:
         """float[63]: the server's logprob of each of the probe's tokens but the first. `salt`: for the prefix cache."""
-        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+        # top_k: a server that tells what sampling kept wants one. It concerns the token that is sampled, not the prompt's logprobs.
+        sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "prompt_logprobs": 0, "detokenize": False}
         body = {"model": model, "token_ids": self._tokens.tolist(), "sampling_params": sampling, "cache_salt": salt}
         answer = await self._client.retrying(lambda: self._client.post("/inference/v1/generate", body))
         entries = answer["prompt_logprobs"][1:]

@@ -31,6 +31,20 @@ class WorkerExtension:
             "slots": config.scheduler_config.max_num_seqs,
             "adapters": self._adapter_room(),
             "model": {key: getattr(model, key, None) for key in MODEL_KEYS},
+            "max_logprobs": config.model_config.max_logprobs,
+            "sampling_mask": config.model_config.return_sampling_mask,
+            "routing": self._slipstream_experts() if config.aux_output_config.enable_return_routed_experts else None,
+        }
+
+    def _slipstream_experts(self):
+        """What `routed_experts` of an answer are to be read by: it has a row of experts for each layer, also for those that have none."""
+        config = self.vllm_config.model_config
+        layers = {m.layer_id for m in self.model_runner.get_model().modules() if type(m).__name__ == "MoERunner"}
+        return {
+            "layers": sorted(layers),
+            "num_layers": config.get_total_num_hidden_layers(),
+            "num_experts": config.get_num_experts(),
+            "top_k": config.get_num_experts_per_tok(),
         }
 
     def _adapter_room(self):
