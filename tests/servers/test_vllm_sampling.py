@@ -10,6 +10,7 @@ from vllm_server import PROMPT, VOCABULARY, LiveServer, live_server, needs_vllm,
 
 from slipstream.engines.embedded.sampling import _truncate
 from slipstream.engines.frames import FrameRouter
+from slipstream.engines.vllm.arrays import NOTHING_TOLD, Tells
 from slipstream.engines.vllm.engine import VllmEngine
 from slipstream.engines.vllm.server import MODEL
 from slipstream.protocols import Generation
@@ -20,9 +21,12 @@ pytestmark = needs_vllm
 CUTS = (Sampling(top_k=10, max_new_tokens=24), Sampling(top_k=10, top_p=0.8, min_p=0.02, temperature=0.7, max_new_tokens=24))
 
 
-async def sample(live: LiveServer, sampling: tuple[Sampling, ...]) -> list[Generation]:
+async def sample(live: LiveServer, sampling: tuple[Sampling, ...], tells: Tells = NOTHING_TOLD) -> list[Generation]:
     """A generation of each kind, side by side, through the engine."""
-    engine = VllmEngine(live.client, engine_id="engine-0", model=MODEL, slots=8, max_context=128, vocab_size=VOCABULARY)
+    engine = VllmEngine(
+        live.client, engine_id="engine-0", model=MODEL, slots=8, max_context=128, vocab_size=VOCABULARY, tells=tells,
+        decode=lambda ids: "".join(f"<{i}>" for i in ids),
+    )  # fmt: skip
     engine.begin_update((1, live.version), "")
     engine.end_update()
     router, prompt, opened = FrameRouter(), np.array(PROMPT, np.int32), []

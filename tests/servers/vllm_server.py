@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.engines.vllm.client import Client
-from slipstream.engines.vllm.environment import LOCAL_PYTHON, find_environment
+from slipstream.engines.vllm.environment import LOCAL_PYTHON, VllmEnvironment, find_environment
 from slipstream.engines.vllm.server import MODEL, AdapterRoom, Server, ServerSpec
 from slipstream.engines.vllm.weights import ServerWeights
 from slipstream.models.attention import attach
@@ -80,9 +81,11 @@ class LiveServer:
     """A server, the model it was started for on our side, and a slot to pack that model into."""
 
     def __init__(
-        self, runner: asyncio.Runner, model: PreTrainedModel, folder: Path, private: Path, dtype: torch.dtype, room: AdapterRoom | None
-    ):
+        self, runner: asyncio.Runner, model: PreTrainedModel, folder: Path, private: Path, dtype: torch.dtype, room: AdapterRoom | None,
+        extra: tuple[str, ...], kind: type[VllmEnvironment],
+    ):  # fmt: skip
         self._runner, self.folder, self.private, self.dtype, self.room = runner, folder, private, dtype, room
+        self._extra, self._kind = extra, kind
         self.model = model.eval()
         attach(model)
         self.slot = MemoryFile.create("test")
@@ -95,9 +98,10 @@ class LiveServer:
             engine_id="engine-0", model=self.folder, dtype=str(self.dtype).removeprefix("torch."), max_context=128, slots=8, threads=1,
             number=0, seed=1, kv_bytes_per_token=1 << 13, transfer="slipstream_shared_memory", adapters=self.room,
             max_logprobs=VOCABULARY,
-            extra=("--override-generation-config", '{"top_k": 1, "temperature": 0.1, "repetition_penalty": 2.0}'),
+            extra=("--override-generation-config", '{"top_k": 1, "temperature": 0.1, "repetition_penalty": 2.0}', *self._extra),
         )  # fmt: skip
-        environment = await find_environment(vllm_python())
+        found = await find_environment(vllm_python())
+        environment = self._kind(**{field.name: getattr(found, field.name) for field in fields(found)})
         self.server = await Server.start(spec, environment, self.private, self.private / "vllm.log")
         self.client = Client(f"unix:{self.server.socket}")
         await self.server.until_healthy(self.client, START_S)
@@ -157,12 +161,15 @@ class LiveServer:
 
 
 @contextmanager
-def live_server(model: PreTrainedModel, dtype: torch.dtype = torch.float32, room: AdapterRoom | None = None) -> Iterator[LiveServer]:
+def live_server(
+    model: PreTrainedModel, dtype: torch.dtype = torch.float32, room: AdapterRoom | None = None, extra: tuple[str, ...] = (),
+    kind: type[VllmEnvironment] = VllmEnvironment,
+) -> Iterator[LiveServer]:  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         path, private = Path(folder) / "model", Path(folder) / "private"
         private.mkdir(mode=0o700)
         model.save_pretrained(path)
-        live = LiveServer(runner, model, path, private, dtype, room)
+        live = LiveServer(runner, model, path, private, dtype, room, extra, kind)
         runner.run(live.start())
         try:
             yield live
