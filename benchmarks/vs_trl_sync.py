@@ -19,8 +19,7 @@ many as fill the pipeline (max_staleness + 1). A figure is samples, or new token
 ratios. Completions end where they end, so the sides' mean lengths differ by chance, and the ratio of new tokens per second stands beside
 that of samples. The bound is what computing each prompt once can give (`sharing_bounds.py`): what goes beyond it comes from elsewhere, no
 padding and less overhead. There are three rounds, of the last case two, since one of them takes ten minutes. The short form, the first case
-alone, takes about 5 minutes; the long form about 40, two thirds of them TRL's, and with its long prompts more than 24 GB of memory (TRL 10,
-the synchronous side 8, the asynchronous one 7).
+alone, takes about 5 minutes; the long form about 50, two thirds of them TRL's, and 20 GB of memory, since all three programs are alive.
 """
 
 from __future__ import annotations
