@@ -19,13 +19,12 @@ from slipstream.controller.controller import open_controller
 from slipstream.controller.run_folder import ExperimentsFolder, RunFolder
 from slipstream.controller.versions import Broker
 from slipstream.data.dataset import Data, load_data
-from slipstream.data.prompts import render_messages
+from slipstream.data.prompts import prompt_text, render_messages
 from slipstream.errors import ConfigError
 from slipstream.launch.context import OpenRun, RunContext
 from slipstream.launch.fingerprint import code_version, numerics
 from slipstream.models.memory import check_memory
 from slipstream.observe.observer import open_observer
-from slipstream.observe.samples import prompt_text
 from slipstream.protocols import Observer
 from slipstream.types import EvalResult, Group
 from slipstream.weight_sync.lag import LagBroker

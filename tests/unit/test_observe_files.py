@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slipstream.data.prompts import prompt_text
 from slipstream.observe.jsonl import JsonLines, read_jsonl
 from slipstream.observe.metrics import FILE_NAME, MetricsFile, read_metrics
-from slipstream.observe.samples import SamplesFile, best, pick_rollouts, prompt_text, read_samples
+from slipstream.observe.samples import SamplesFile, best, pick_rollouts, read_samples
 from slipstream.types import Draw, EvalItem, EvalResult, Group, Rollout, Score, Span, StopReason
 
 

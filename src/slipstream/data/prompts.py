@@ -44,6 +44,13 @@ def prompt_key(messages: Messages) -> str:
     return canonical(messages)
 
 
+def prompt_text(messages: Messages) -> str:
+    """The conversation as a person reads it: the text alone where there is one message, else one `role: text` per message."""
+    if len(messages) == 1:
+        return str(messages[0].get("content", ""))
+    return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in messages)
+
+
 def fill_template(template: str, row: Row, where: str) -> str:
     """`str.format` over the row's columns; `{metadata[expression]}` and `{metadata.expression}` reach inside a column."""
     try:

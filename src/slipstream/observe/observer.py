@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from slipstream.config.settings import Config
+from slipstream.data.prompts import prompt_text
 from slipstream.observe.display import Display, Silent, open_display
 from slipstream.observe.metrics import MetricsFile, read_metrics
-from slipstream.observe.samples import SamplesFile, pick_rollouts, prompt_text
+from slipstream.observe.samples import SamplesFile, pick_rollouts
 from slipstream.observe.sinks import Sink, open_sinks
 from slipstream.observe.state import DisplayState
 from slipstream.types import EvalResult, Group

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from slipstream.data.prompts import prompt_text
 from slipstream.observe.jsonl import JsonLines, read_jsonl
 from slipstream.types import EvalItem, EvalResult, Group, Rollout
 
@@ -69,13 +69,6 @@ def pick_rollouts(step: int, groups: tuple[Group, ...], count: int) -> list[tupl
         group = filled[n % len(filled)]
         picked.append((group, group.rollouts[(step + n // len(filled)) % len(group.rollouts)]))
     return picked
-
-
-def prompt_text(messages: list[dict[str, Any]]) -> str:
-    """The conversation as a person reads it: the text alone where there is one message, else one `role: text` per message."""
-    if len(messages) == 1:
-        return str(messages[0].get("content", ""))
-    return "\n".join(f"{m.get('role', '?')}: {m.get('content', '')}" for m in messages)
 
 
 def read_samples(folder: Path | str, *, step: int | None = None, kind: str | None = None) -> list[Sample]:

@@ -12,6 +12,7 @@ from typing import Any
 import openai
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from slipstream.data.prompts import prompt_text
 from slipstream.errors import ConfigError, ScoringDeadline, ScoringError
 from slipstream.openai_api import NUM_RETRIES, ChatServer, advice, find_model, said
 from slipstream.scoring.builtin import last_number
@@ -97,7 +98,7 @@ class JudgeScorer:
         return float(mark)
 
     def _question(self, group: Group, rollout: Rollout) -> str:
-        given = {**group.row, "prompt": _in_words(group.prompt), "completion": rollout.completion, "best": f"{self._options.best:g}"}
+        given = {**group.row, "prompt": prompt_text(group.prompt), "completion": rollout.completion, "best": f"{self._options.best:g}"}
         try:
             return self._options.question.format_map(given)
         except (KeyError, IndexError, ValueError, AttributeError) as error:
@@ -113,14 +114,8 @@ def _read(options: dict[str, Any], name: str) -> JudgeOptions:
         first = error.errors()[0]
         where = ".".join(map(str, ("options", *first["loc"])))
         known = ", ".join(JudgeOptions.model_fields)
-        raise ConfigError(f"reward {name!r}: {where}: {first['msg']}; a judge takes {known}, of which url is required") from error
+        wrong = "no such option" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ConfigError(f"reward {name!r}: {where}: {wrong}; a judge takes {known}, of which url is required") from error
     if "{completion}" not in read.question:
         raise ConfigError(f"reward {name!r}: options.question does not hold {{completion}}, so the judge would not see the answer")
     return read
-
-
-def _in_words(messages: list[dict[str, Any]]) -> str:
-    """The conversation: the text alone where there is one message, else each behind who said it."""
-    if len(messages) == 1:
-        return str(messages[0].get("content", ""))
-    return "\n".join(f"{message['role']}: {message.get('content', '')}" for message in messages)
