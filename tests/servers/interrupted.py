@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from vllm_server import PROMPT, LiveServer, perturb
+from ways import Way, perturb_some
 
 from slipstream.engines.frames import FrameRouter
 from slipstream.engines.interrupts import InterruptPolicy
@@ -53,19 +54,20 @@ class Story:
     num_interrupted: int = 0
 
 
-def interrupt(live: LiveServer, policy: InterruptPolicy) -> Story:
-    return live.run(_Interrupted(live, policy).run())
+def interrupt(live: LiveServer, policy: InterruptPolicy, way: Way | None) -> Story:
+    return live.run(_Interrupted(live, policy, way).run())
 
 
 class _Interrupted:
-    def __init__(self, live: LiveServer, policy: InterruptPolicy):
-        self._live, self._policy, self.story = live, policy, Story()
+    def __init__(self, live: LiveServer, policy: InterruptPolicy, way: Way | None):
+        self._live, self._policy, self._way, self.story = live, policy, way, Story()
         vocab_size = live.model.config.vocab_size
         self._engine = VllmEngine(
             live.client, engine_id="engine-0", model=MODEL, slots=8, max_context=128, vocab_size=vocab_size, policy=policy
         )
         path = f"/proc/{os.getpid()}/fd/{live.slot.fileno()}"
-        self._weights = WholeWeights(self._engine, ServerWeights(live.client, MODEL, vocab_size), lambda offer: path)
+        direct = WholeWeights(self._engine, ServerWeights(live.client, MODEL, vocab_size), lambda offer: path)
+        self._weights = direct if way is None else way.weights(self._engine)
         self._router, self._news, self._num_tokens = FrameRouter(), asyncio.Condition(), 0
         self._offers: asyncio.Queue[WeightsOffer] = asyncio.Queue()
         self._confirmed: set[int] = set()
@@ -79,7 +81,7 @@ class _Interrupted:
             running = [group.create_task(self._complete(sample)) for sample in range(FIRST)]
             for num_tokens in UPDATES_AT:
                 await self._until(lambda num_tokens=num_tokens: self._num_tokens >= num_tokens)
-                perturb(self._live.model)
+                perturb(self._live.model) if self._way is None else perturb_some(self._live.model)
                 publishing = group.create_task(self._publish())
                 running.append(group.create_task(self._complete(len(running))))
                 await publishing
@@ -120,10 +122,11 @@ class _Interrupted:
     # ---- the controller
 
     async def _publish(self) -> None:
-        manifest = self._live.pack()
-        self.story.weights[manifest.version] = self._live.sent_weights()
-        self._offers.put_nowait(WeightsOffer(slot=0, manifest=manifest))
-        await self._until(lambda: manifest.version in self._confirmed)
+        offer = WeightsOffer(slot=0, manifest=self._live.pack()) if self._way is None else self._way.offer()
+        version = offer.manifest.version
+        self.story.weights[version] = self._live.sent_weights()
+        self._offers.put_nowait(offer)
+        await self._until(lambda: version in self._confirmed)
 
     async def next_weights(self, engine_id: str, incarnation: int, version: int) -> WeightsOffer:
         return await self._offers.get()
@@ -164,10 +167,10 @@ class Reference:
         return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
 
 
-def check_interrupted(live: LiveServer, policy: InterruptPolicy) -> tuple[np.ndarray, np.ndarray | None]:
+def check_interrupted(live: LiveServer, policy: InterruptPolicy, way: Way | None = None) -> tuple[np.ndarray, np.ndarray | None]:
     """|difference| of logprobs to transformers with the versions that the tokens name; and, of each new version's first token, with the
     version before instead: what a label that is one token off would show. Checks what the policy says of versions."""
-    story = interrupt(live, policy)
+    story = interrupt(live, policy, way)
     reference, gaps, others = Reference(live, story.weights), [], []
     first, *_, last = story.weights
     for generation in story.generations:

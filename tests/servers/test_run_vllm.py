@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from run_harness import run_file, step_lines, tables, told
+from test_run_delta import check_lines
 from vllm_server import needs_vllm, tiny_model, vllm_python
 
 from slipstream import train
 from slipstream.config.load import load_config
 
 pytestmark = needs_vllm
+FINE = {"steps": 4, "learning_rate": 1e-10}  # so small that few of the float32 weights change
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,12 @@ pytestmark = needs_vllm
             },
             id="files, an adapter",
         ),
+        pytest.param({"weight_sync": {"transport": "collective"}}, id="messages"),
+        pytest.param({"weight_sync": {"transport": "files", "payload": "delta"}, "trainer": FINE}, id="files, what changed"),
+        pytest.param(
+            {"weight_sync": {"payload": "adapter", "transport": "collective"}, "lora": {"rank": 4}, "rollout": {"kv": "recompute"}},
+            id="messages, an adapter",
+        ),
     ],
 )
 def test_a_run(tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -41,13 +49,14 @@ def test_a_run(tmp_path: Path, changes: dict[str, Any]) -> None:
         data={"eval": "builtin:sort_digits:eval"},
         engine={"type": "vllm", "python": vllm_python()},
         evaluation={"limit": 4, "every": 2},
-        trainer={"steps": 4, "learning_rate": 1e-2},
         buffer={"max_staleness": 0},
-        **changes,
+        **{"trainer": {"steps": 4, "learning_rate": 1e-2}} | changes,
     )
     train(load_config([run_file(tmp_path, settings)]))
     check_run(tmp_path / "run")
     assert (tmp_path / "run" / "log" / "engine-0-vllm.log").stat().st_size
+    if changes.get("trainer") is FINE:
+        check_lines(step_lines(tmp_path / "run"))
 
 
 def check_run(folder: Path) -> None:

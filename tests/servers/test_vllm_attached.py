@@ -131,19 +131,21 @@ def test_a_server_that_a_person_started(tmp_path: Path, monkeypatch: pytest.Monk
             patch.setattr(versions, "TESTED", {"0.1.0": "none"})
             with pytest.raises(ModelError, match=r"has vLLM 0\.32\.0; slipstream was tested with 0\.1\.0"):
                 ask(url, needs)
-        settings: dict[str, Any] = tables(
-            tmp_path / "run",
-            launch="local",
-            model={"name": str(model)},
-            data={"eval": "builtin:sort_digits:eval"},
-            engine={"type": "vllm", "urls": [url]},
-            evaluation={"limit": 4, "every": 2},
-            trainer={"steps": 4, "learning_rate": 1e-2},
-            buffer={"max_staleness": 0},
-        )
-        train(load_config([run_file(tmp_path, settings)]))
-        check_run(tmp_path / "run")
-        assert ask(url, needs) == str(model), "the run has ended, the server has not"
+        for name, sync in (("direct", {}), ("copied", {"transport": "collective", "payload": "delta"})):
+            settings: dict[str, Any] = tables(
+                tmp_path / name,
+                launch="local",
+                model={"name": str(model)},
+                data={"eval": "builtin:sort_digits:eval"},
+                engine={"type": "vllm", "urls": [url]},
+                evaluation={"limit": 4, "every": 2},
+                trainer={"steps": 4, "learning_rate": 1e-2},
+                buffer={"max_staleness": 0},
+                weight_sync=sync,
+            )
+            train(load_config([run_file(tmp_path, settings)]))
+            check_run(tmp_path / name)
+        assert ask(url, needs) == str(model), "the runs have ended, the server has not"
 
 
 def test_a_server_that_is_open_and_without_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

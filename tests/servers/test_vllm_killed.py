@@ -84,10 +84,11 @@ def time_without_load(run: LiveRun, killed: float) -> float:
     return (started - killed) + (first - loaded)
 
 
+CHANGES = ("--weight_sync.transport", "collective", "--weight_sync.payload", "delta")
 ADAPTER = ("--lora.rank", "4", "--weight_sync.payload", "adapter", "--rollout.kv", "recompute")
 
 
-@pytest.mark.parametrize("settings", [(), ADAPTER], ids=["full", "adapter"])
+@pytest.mark.parametrize("settings", [(), CHANGES, ADAPTER], ids=["full", "messages of what changed", "adapter"])
 def test_a_server_is_killed_and_its_rollouts_go_on_at_its_successor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: tuple[str, ...]
 ) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 from interrupted import POLICIES, check_interrupted
 from vllm_server import PROMPT, LiveServer, live_server, needs_vllm, perturb, small_model
+from ways import WAYS, perturb_some, way_to
 
 from slipstream.engines.interrupts import InterruptPolicy
 from slipstream.engines.vllm.server import MODEL
@@ -113,6 +115,30 @@ def test_weights_come_while_sequences_run(live: LiveServer, policy: InterruptPol
     gaps, others = check_interrupted(live, policy)
     assert gaps.max() < 2e-4, gaps.max()
     assert others is None or np.median(others) > 100 * 2e-4, "another version would not be seen"
+
+
+@pytest.mark.parametrize("way", WAYS, ids=" ".join)
+def test_perturb_and_revert_over_what_the_driver_copies(live: LiveServer, tmp_path: Path, way: tuple[str, str]) -> None:
+    with way_to(live, *way, tmp_path) as through:
+        through.sync()
+        before, saved = live.greedy(PROMPT), {name: value.clone() for name, value in live.model.state_dict().items()}
+        perturb_some(live.model)
+        offer = through.sync()
+        assert bool(offer.manifest.deltas) == (way[1] == "delta")
+        live.check_same_as_transformers()
+        assert live.greedy(PROMPT) != before
+        live.model.load_state_dict(saved)
+        through.sync()
+        assert live.greedy(PROMPT) == before
+
+
+@pytest.mark.parametrize("way", WAYS, ids=" ".join)
+def test_what_the_driver_copies_comes_while_sequences_run(live: LiveServer, tmp_path: Path, way: tuple[str, str]) -> None:
+    """The copy is written over while the server samples with the version before."""
+    with way_to(live, *way, tmp_path) as through:
+        gaps, others = check_interrupted(live, POLICIES[0], through)
+    assert gaps.max() < 2e-4, gaps.max()
+    assert others is not None and np.median(others) > 100 * 2e-4, "another version would not be seen"
 
 
 def test_the_probe_sees_a_head_that_stayed_old(live: LiveServer) -> None:

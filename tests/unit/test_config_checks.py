@@ -69,11 +69,6 @@ def make(**tables: Any) -> Config:
         ({"engine": {"type": "vllm"}, "evaluation": {"temperature": 0.001}}, ("evaluation.temperature = 0.001", "takes 0.01 to 2")),
         ({"engine": {"type": "vllm"}, "rollout": {"top_p": 0.9}}, ("top_p = 0.9", "no top_k", "set top_k besides")),
         ({"engine": {"type": "vllm"}, "rollout": {"min_p": 0.1}}, ("min_p = 0.1", "no top_k")),
-        ({"engine": {"type": "vllm"}, "weight_sync": {"transport": "collective"}}, ('"collective"', "memory or files", '"shared_memory"')),
-        (
-            {"engine": {"type": "vllm"}, "weight_sync": {"payload": "delta"}},
-            ('payload = "delta"', "own layout", '"full"'),
-        ),
         (VLLM_ADAPTER, ('kv = "keep"', 'payload = "adapter"', 'rollout.kv = "recompute"', '"drain"')),
         (
             VLLM_ADAPTER | {"lora": {"rank": 4, "modules_to_save": ["norm"]}, "rollout": {"interrupt": "drain"}},

@@ -30,7 +30,7 @@ def descriptors() -> list[str]:
 
 def start(monkeypatch: pytest.MonkeyPatch, build_engine: Any, turns: Any = None) -> None:
     monkeypatch.setattr(inline, "build_engine", build_engine)
-    monkeypatch.setattr(inline, "build_weights", lambda context, engine, slots: End())
+    monkeypatch.setattr(inline, "build_reader", lambda context, own, engine_id, slots: End())
     monkeypatch.setattr(inline, "InProcessClient", lambda engine: None)
     monkeypatch.setattr(inline, "build_trainer", lambda context, slots, load: (None, End()))
     if turns is not None:
@@ -59,7 +59,7 @@ def test_the_engine_is_proved_and_ticked_with_its_own_threads(monkeypatch: pytes
     seen: list[int] = []
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    engine = SimpleNamespace(has_work=lambda: True, tick=lambda: seen.append(torch.get_num_threads()))
+    engine = SimpleNamespace(weights=None, engine_id="engine-0", has_work=lambda: True, tick=lambda: seen.append(torch.get_num_threads()))
 
     async def one_tick(runs: list[InlineRun], rewards: Any) -> None:
         (run,) = runs

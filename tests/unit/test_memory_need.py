@@ -115,6 +115,22 @@ def test_engines_that_receive_messages_hold_a_block_each():
     assert memory_need(Config.model_validate(settings), SIZE).parts["weight sync"] == (4 + 2) * 4_000_000
 
 
+@pytest.mark.parametrize(
+    ("sync", "blocks"),
+    [
+        ({}, 4),
+        ({"transport": "files"}, 0),
+        ({"transport": "collective"}, 4 + 2 + 2),
+        ({"payload": "delta"}, 4 + 2 + (4 + 1) / 4),
+        ({"payload": "delta", "transport": "files"}, 1 + 2 + (1 + 1) / 4),
+    ],
+)
+def test_drivers_of_servers_hold_a_copy_of_what_those_cannot_read(sync, blocks):
+    for engine in ({"replicas": 2}, {"replicas": 2, "urls": ["http://a", "http://b"]}):
+        settings = {"engine": {"type": "vllm", **engine}, "weight_sync": sync}
+        assert memory_need(Config.model_validate(settings), SIZE).parts["weight sync"] == blocks * 4_000_000
+
+
 def test_weights_that_travel_as_files_lie_on_the_disk(folder):
     config = Config.model_validate({"weight_sync": {"transport": "files"}, "model": {"dtype": "bfloat16"}})
     assert memory_need(config, SIZE).parts["weight sync"] == 0

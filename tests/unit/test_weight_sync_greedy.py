@@ -9,7 +9,7 @@ import torch
 from engine_harness import make_engine, prompt, request, run, tiny_model
 
 from slipstream.config.settings import Config
-from slipstream.launch.assemble import build_publisher, build_weights
+from slipstream.launch.assemble_weights import build_publisher, build_reader
 from slipstream.launch.context import RunContext
 from slipstream.models.attention import attach
 from slipstream.models.lora import Adapter
@@ -61,7 +61,8 @@ def test_perturb_and_revert_give_the_same_greedy_output(transport: str, payload:
     trained = adapter.tensors if adapter is not None else dict(ours.state_dict())
     start, seen = {name: tensor.clone() for name, tensor in trained.items()}, []
     with weight_slots(transport, num_weight_slots(context.config)) as slots:
-        publisher, weights = build_publisher(context, ours, adapter, slots), build_weights(context, engine, slots)
+        publisher = build_publisher(context, ours, adapter, slots)
+        weights = build_reader(context, engine.weights, engine.engine_id, slots)
         for version in range(3):
             if version == 1:
                 perturb(trained)

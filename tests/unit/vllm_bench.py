@@ -129,9 +129,9 @@ def run(
     slots: int = 4,
     make: Callable[..., Bench] = Bench,
     tells: Tells = NOTHING_TOLD,
+    fake: type[FakeVllm] = FakeVllm,
 ) -> None:
-    async def main() -> None:
-        fake = FakeVllm()
+    async def main(fake: FakeVllm) -> None:
         client = Client(await fake.start(tmp_path / "s"), backoff_s=(0.0, 0.0, 0.0))
         bench = make(fake, client, policy or InterruptPolicy(), slots, tells)
         try:
@@ -143,4 +143,4 @@ def run(
             await client.close()
             await fake.stop()
 
-    asyncio.run(main())
+    asyncio.run(main(fake()))

@@ -203,3 +203,10 @@ def adapter_places(config: Config) -> int:
     the newest; of the next one; and of one that an evaluation pins. With fewer, a new version waits until an old one is needed no more."""
     bound = staleness_bound(config)
     return (config.buffer.max_staleness if bound is None else bound) + 2 + (config.data.eval is not None)
+
+
+def drivers_copy(config: Config) -> bool:
+    """Whether each engine has a copy of the weights beside its own: a server reads whole ones alone, in the trainer's memory or files, and
+    its driver the rest for it. (Of adapters, every driver writes folders.)"""
+    read_there = config.payload == "full" and config.weight_sync.transport != "collective"
+    return config.engine.type == "vllm" and config.payload != "adapter" and not read_there

@@ -26,7 +26,8 @@ def engine_problems(config: Config, *, trains: bool) -> Iterator[Problem]:
     yield from _placing(config)
     yield from _exactness(config)
     yield from _sampling(config)
-    yield from _payload(config)
+    if config.weight_sync.payload == "adapter" and config.lora.on:
+        yield from _adapter(config)
     yield from _interrupt(config)
 
 
@@ -117,23 +118,6 @@ def _sampling(config: Config) -> Iterator[Problem]:
                     f'{key} = {getattr(rollout, key):g} with engine.type = "vllm" and no top_k: the trainer normalises over the vocabulary '
                     "that was kept, and this server tells it for as many tokens as it is asked for; set top_k besides, e.g. 100",
                 )
-
-
-def _payload(config: Config) -> Iterator[Problem]:
-    if config.weight_sync.transport == "collective":
-        yield (
-            ("weight_sync.transport", "engine.type"),
-            'transport = "collective" with engine.type = "vllm": a server loads whole blocks that lie in memory or files; use transport = '
-            '"shared_memory" or "files"',
-        )
-    if config.weight_sync.payload == "delta":
-        yield (
-            ("weight_sync.payload", "engine.type"),
-            'payload = "delta" with engine.type = "vllm": a server keeps its weights fused and in its own layout, so positions in the '
-            'trainer\'s mean nothing to it; use payload = "full"',
-        )
-    if config.weight_sync.payload == "adapter" and config.lora.on:
-        yield from _adapter(config)
 
 
 def _adapter(config: Config) -> Iterator[Problem]:

@@ -13,31 +13,23 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from slipstream.config.frozen_models import stage_models, trainer_teacher
-from slipstream.config.settings import MAX_ENGINES, Config
+from slipstream.config.settings import Config
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.engines.interrupts import InterruptPolicy
+from slipstream.launch.assemble_weights import build_publisher
 from slipstream.launch.assemble_worker import context_limit
 from slipstream.launch.context import RunContext
 from slipstream.logprobs.loading import load_frozen_model, load_stage
 from slipstream.logprobs.stage import LogprobStage
 from slipstream.models.loading import ModelInfo, load_model
 from slipstream.models.lora import Adapter
-from slipstream.models.memory import num_weight_slots
 from slipstream.models.probe import probe
 from slipstream.models.routing import kept_routers
 from slipstream.trainer.checkpoint import load_checkpoint
 from slipstream.trainer.probe import ProbedPublisher
 from slipstream.trainer.trainer import Trainer
-from slipstream.weight_sync.collective import CollectivePublisher, CollectiveWeights
-from slipstream.weight_sync.delta import DeltaPublisher, memory_delta_weights
-from slipstream.weight_sync.delta_collective import CollectiveDeltaWeights
-from slipstream.weight_sync.delta_files import FileDeltaPublisher, file_delta_weights
-from slipstream.weight_sync.ends import Publisher, Reader
-from slipstream.weight_sync.files import FilePublisher, FileWeights
+from slipstream.weight_sync.ends import Publisher
 from slipstream.weight_sync.memory import MemoryFile
-from slipstream.weight_sync.packing import Source
-from slipstream.weight_sync.shared_memory import MemoryPublisher, MemoryWeights
-from slipstream.weight_sync.slots import slots_for
 
 ENGINE_ID = "engine-0"  # of the only one
 Load = Callable[..., tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelInfo]]  # `load_model`, or what reads a model once for several
@@ -55,36 +47,6 @@ def build_trainer(context: RunContext, slots: Sequence[MemoryFile], load: Load =
         load_checkpoint(context.checkpoints / f"step-{context.start_step}", trainer)
     publisher = build_publisher(context, model, adapter, slots)
     return trainer, publisher if config.engine.type == "embedded" else ProbedPublisher(publisher, model)
-
-
-def build_publisher(context: RunContext, model: PreTrainedModel, adapter: Adapter | None, slots: Sequence[MemoryFile]) -> Publisher:
-    """What packs the trainer's weights, or those of its adapter, for the engines."""
-    config = context.config
-    source: Source = model
-    dtype = getattr(torch, config.model.dtype)
-    if adapter is not None:  # in the dtypes that it computes with: float32 products, merged weights as the base
-        source, dtype = adapter.sent if config.payload == "adapter" else adapter.merged, None
-    if context.weights is not None:
-        files = FileDeltaPublisher if config.payload == "delta" else FilePublisher
-        return files(source, context.weights, num_weight_slots(config), dtype)
-    packer = DeltaPublisher if config.payload == "delta" else MemoryPublisher
-    if config.weight_sync.transport == "collective":
-        num_slots = max(num_weight_slots(config), slots_for(MAX_ENGINES))  # engines may be added
-        bucket_bytes = config.weight_sync.bucket_mib << 20
-        return CollectivePublisher(source, context.sockets, num_slots, dtype, packer=packer, bucket_bytes=bucket_bytes)
-    return packer(source, slots, dtype)
-
-
-def build_weights(context: RunContext, engine: EmbeddedEngine, slots: Sequence[MemoryFile]) -> Reader:
-    """What applies an offer to the engine's weights and gives the checksum of the engine's own copy."""
-    delta = context.config.payload == "delta"
-    if context.weights is not None:
-        return file_delta_weights(engine.weights, context.weights) if delta else FileWeights(engine.weights, context.weights)
-    if context.config.weight_sync.transport == "collective":
-        bucket_bytes = context.config.weight_sync.bucket_mib << 20
-        whole = CollectiveWeights(engine.weights, context.sockets, engine.engine_id, bucket_bytes=bucket_bytes)
-        return CollectiveDeltaWeights(engine.weights, whole) if delta else whole
-    return memory_delta_weights(engine.weights, slots) if delta else MemoryWeights(engine.weights, slots)
 
 
 def build_logprobs(config: Config) -> LogprobStage | None:

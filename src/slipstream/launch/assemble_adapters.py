@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,15 +25,15 @@ from slipstream.engines.vllm.client import Client
 from slipstream.engines.vllm.labels import BASE
 from slipstream.engines.vllm.server import AdapterRoom
 from slipstream.engines.vllm.weights import ServerWeights
+from slipstream.launch.assemble_weights import build_reader
 from slipstream.launch.context import RunContext
 from slipstream.launch.processes import Child
 from slipstream.models.loading import ModelInfo, load_model
 from slipstream.models.lora import Adapter, find_targets
-from slipstream.protocols import Manifest, WeightsOffer
-from slipstream.weight_sync.files import FilePublisher, FileWeights
+from slipstream.protocols import Manifest
+from slipstream.weight_sync.files import FilePublisher
 from slipstream.weight_sync.memory import MemoryFile
-from slipstream.weight_sync.packing import OnBase
-from slipstream.weight_sync.shared_memory import MemoryPublisher, MemoryWeights
+from slipstream.weight_sync.shared_memory import MemoryPublisher
 from slipstream.weight_sync.weight_directory import WeightDirectory
 
 
@@ -51,7 +51,8 @@ async def give_base(child: Child, context: RunContext, engine: AdapterEngine, cl
     """Put the base into the server; the way for adapters. WeightSyncError where the server refuses it."""
     folder = _own_folder(child, context)
     adapter = await beside(_read_adapter, context.config)
-    adapters = ServerAdapters(engine, client, weights, AdapterFiles(adapter, folder, _reader(child, context)))
+    files = AdapterFiles(adapter, folder, lambda own: build_reader(context, own, engine.engine_id, child.slots))
+    adapters = ServerAdapters(engine, client, weights, files)
     await adapters.clear()
     with _packed(adapter.base, context, folder) as (path, manifest):
         assert manifest.checksum == adapter.base_checksum, "the same tensors in the same layout"
@@ -71,13 +72,6 @@ def _own_folder(child: Child, context: RunContext) -> Path:
     shutil.rmtree(folder, ignore_errors=True)  # of this engine's last process
     folder.mkdir()
     return folder
-
-
-def _reader(child: Child, context: RunContext) -> Callable[[OnBase], Callable[[WeightsOffer], str]]:
-    directory = context.weights
-    if directory is not None:
-        return lambda tensors: FileWeights(tensors, directory)
-    return lambda tensors: MemoryWeights(tensors, child.slots)
 
 
 @contextmanager

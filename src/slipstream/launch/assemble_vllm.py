@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.beside import beside
+from slipstream.config.arithmetic import drivers_copy
 from slipstream.config.settings import Config
 from slipstream.deadlines import LOAD_S
 from slipstream.engines.interrupts import InterruptPolicy
@@ -18,12 +19,14 @@ from slipstream.engines.vllm.adapter_engine import AdapterEngine
 from slipstream.engines.vllm.arrays import Wants
 from slipstream.engines.vllm.attach import ATTACH_S, MODEL_KEYS, Needs, ask_what_it_tells, attach
 from slipstream.engines.vllm.client import Client
+from slipstream.engines.vllm.driver_copy import CopiedWeights, DriverCopy
 from slipstream.engines.vllm.engine import VllmEngine
 from slipstream.engines.vllm.environment import check_routing, find_environment
 from slipstream.engines.vllm.loop import run_vllm_engine
 from slipstream.engines.vllm.server import MODEL, AdapterRoom, Server, ServerSpec
 from slipstream.engines.vllm.weights import ServerWeights, WholeWeights
 from slipstream.launch.assemble_adapters import adapter_room, give_base
+from slipstream.launch.assemble_weights import build_reader
 from slipstream.launch.assemble_worker import context_limit
 from slipstream.launch.context import RunContext
 from slipstream.launch.engine_socket import serve, socket_path
@@ -32,7 +35,12 @@ from slipstream.models.loading import ModelInfo, load_tokenizer
 from slipstream.protocols import ControllerAPI, WeightsOffer
 from slipstream.weight_sync.probe import CONTEXT_TOKENS
 
-WEIGHT_ENGINES = {"shared_memory": "slipstream_shared_memory", "files": "slipstream_files"}  # by weight_sync.transport
+
+def weight_engine(config: Config) -> str:
+    """The server's part of weight sync, by its name in the plugin. Whole weights and bases in files it reads there; everything else, also
+    the driver's copy, in memory."""
+    in_files = config.weight_sync.transport == "files" and config.payload != "delta"
+    return "slipstream_files" if in_files else "slipstream_shared_memory"
 
 
 async def run_vllm_role(child: Child, context: RunContext, controller: ControllerAPI) -> None:
@@ -78,7 +86,7 @@ async def run_vllm_role(child: Child, context: RunContext, controller: Controlle
         server_weights = ServerWeights(client, model, info.vocab_size)
         if room is None:
             engine = VllmEngine(client, **options)
-            weights = WholeWeights(engine, server_weights, _path_in(child, context))
+            weights = _whole_weights(child, context, engine, server_weights)
         else:
             engine = AdapterEngine(client, places=room.places, **options)
             child.progress.working("give the server its base weights", LOAD_S, owed="the base of the adapters")
@@ -86,6 +94,13 @@ async def run_vllm_role(child: Child, context: RunContext, controller: Controlle
         frames = await serve(engine, socket_path(child.spec.socket_folder, engine_id), engine.wake.set)
         held.push_async_callback(frames.close)
         await run_vllm_engine(engine, weights, controller, frames.send_frame, child.progress, died)
+
+
+def _whole_weights(child: Child, context: RunContext, engine: VllmEngine, weights: ServerWeights) -> WholeWeights:
+    """What the server reads: what the trainer wrote, or the driver's copy."""
+    if drivers_copy(context.config):
+        return CopiedWeights(engine, weights, DriverCopy(lambda own: build_reader(context, own, engine.engine_id, child.slots)))
+    return WholeWeights(engine, weights, _path_in(child, context))
 
 
 def _path_in(child: Child, context: RunContext) -> Callable[[WeightsOffer], str]:
@@ -104,7 +119,7 @@ def _needs(context: RunContext, info: ModelInfo, max_context: int, room: Adapter
     return Needs(
         max_context=max(max_context, CONTEXT_TOKENS),
         slots=config.engine.slots,
-        backend=WEIGHT_ENGINES[config.weight_sync.transport],
+        backend=weight_engine(config),
         model={key: getattr(model, key, None) for key in MODEL_KEYS},
         adapters=room,
         wants=_wants(config, info),
@@ -132,7 +147,7 @@ def _spec(context: RunContext, info: ModelInfo, engine_id: str, number: int, max
         number=number,
         seed=_seed(config, context.incarnation, engine_id),
         kv_bytes_per_token=_kv_bytes_per_token(config, info),
-        transfer=WEIGHT_ENGINES[config.weight_sync.transport],
+        transfer=weight_engine(config),
         adapters=room,
         max_logprobs=info.vocab_size if config.rollout.top_k else 0,
         tells_routing=bool(config.rollout.keep_routing),

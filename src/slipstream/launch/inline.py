@@ -19,7 +19,8 @@ import torch
 from slipstream.controller.controller import Controller
 from slipstream.engines.embedded.client import InProcessClient
 from slipstream.errors import DeadlineExceeded
-from slipstream.launch.assemble import ENGINE_ID, Load, build_engine, build_logprobs, build_trainer, build_weights
+from slipstream.launch.assemble import ENGINE_ID, Load, build_engine, build_logprobs, build_trainer
+from slipstream.launch.assemble_weights import build_reader
 from slipstream.launch.assemble_worker import build_worker
 from slipstream.launch.context import OpenRun, RunContext
 from slipstream.launch.framing import private_directory
@@ -124,7 +125,7 @@ class InlineRun:
         self.context, self._controller = context, controller
         self._outside = TickedCalls()
         self._engine = build_engine(context.config, load=load_engine)
-        self._weights = build_weights(context, self._engine, slots)
+        self._weights = build_reader(context, self._engine.weights, self._engine.engine_id, slots)
         self._client = InProcessClient(self._engine)
         self._trainer, self._publisher = build_trainer(context, slots, load_trainer)
         self._logprobs = build_logprobs(context.config)

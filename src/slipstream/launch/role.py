@@ -71,14 +71,15 @@ async def run_engine_role(child: Child, controller: RemoteController) -> None:
 async def _run_embedded(child: Child, context: RunContext, controller: RemoteController) -> None:
     with importing():
         from slipstream.engines.embedded.loop import run_engine
-        from slipstream.launch.assemble import build_engine, build_weights
+        from slipstream.launch.assemble import build_engine
+        from slipstream.launch.assemble_weights import build_reader
         from slipstream.launch.engine_socket import serve, socket_path
         from slipstream.models.loading import load_model
 
     engine = build_engine(context.config, child.spec.role, load=child.base or load_model)
     wake = asyncio.Event()
     server = await serve(engine, socket_path(child.spec.socket_folder, engine.engine_id), wake.set)
-    weights = build_weights(context, engine, child.slots)
+    weights = build_reader(context, engine.weights, engine.engine_id, child.slots)
     fetch = weights.fetch  # where the transport has to bring them here first
     await run_engine(engine, controller, weights, server.send_frame, wake, child.progress, fetch)
 

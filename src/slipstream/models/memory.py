@@ -7,7 +7,8 @@ Engine       weights + keys and values of all slots at full context, up to 1 GiB
 Frozen       a reference or a teacher: weights + activations of a forward pass, in the logprob stage or beside the trainer's model
 Weight sync  the slots of shared memory: two and one per engine, or with `weight_sync.lag` as many more as versions wait. With payload
              "delta" each is larger by what changed, and the trainer holds that, too; over files it holds one packed block besides.
-             With transport `collective` each engine holds one block besides
+             With transport `collective` each engine holds one block besides; the driver of a vLLM server a copy for it, with that transport
+             and with payload "delta"
 Processes    what Python and torch take by themselves
 
 Weights, optimizer and KV are exact to a few percent; activations are a rule of thumb, for the completions and, where the caller knows
@@ -23,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.config.arithmetic import adapter_places, max_context_tokens
+from slipstream.config.arithmetic import adapter_places, drivers_copy, max_context_tokens
 from slipstream.config.frozen_models import frozen_models, stage_models
 from slipstream.config.settings import Config, ModelSettings
 from slipstream.errors import MemoryNeedError, ModelError
@@ -149,7 +150,8 @@ def _sync_bytes(config: Config, size: ModelSize) -> int:
     sent, delta = _sent_bytes(config, size), config.payload == "delta"
     blocks = num_weight_slots(config) if config.weight_sync.transport != "files" else int(delta)
     blocks += config.engine.replicas if config.weight_sync.transport == "collective" else 0
-    return blocks * sent + (blocks + 1) * (sent // _DELTA_HISTORY if delta else 0)
+    copies = config.engine.replicas if drivers_copy(config) else 0
+    return (blocks + copies) * sent + (blocks + 1) * (sent // _DELTA_HISTORY if delta else 0)
 
 
 def num_weight_slots(config: Config) -> int:

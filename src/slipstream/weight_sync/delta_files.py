@@ -22,12 +22,11 @@ import torch
 
 from slipstream.errors import RunFolderError, WeightSyncError
 from slipstream.protocols import Manifest, ManifestEntry, WeightsOffer, WholeWeights
-from slipstream.tensors import dtype_of
 from slipstream.weight_sync.delta import DeltaPublisher, DeltaWeights, place_of
 from slipstream.weight_sync.ends import Publisher
 from slipstream.weight_sync.files import FilePublisher, FileWeights
 from slipstream.weight_sync.memory import MemoryFile
-from slipstream.weight_sync.packing import Source, WeightLayout, inside, name_of
+from slipstream.weight_sync.packing import Source, name_of, tensors_in
 from slipstream.weight_sync.safetensors_header import places, read_header, write_header
 from slipstream.weight_sync.weight_directory import RUN, WeightDirectory
 
@@ -65,7 +64,7 @@ class FileDeltaPublisher(Publisher):
         """The packed block as tensors, tied names included."""
         if not self._block.nbytes:
             self._block.resize(self.layout.total_bytes)
-        return _tensors(self._block.map(writable=True), self.layout)
+        return tensors_in(self._block.map(writable=True), self.layout)
 
     def _write_part(self, manifest: Manifest) -> None:
         data = self._block.map(writable=True)[place_of(manifest, len(manifest.deltas) - 1)]
@@ -122,9 +121,3 @@ def _part_files(directory: WeightDirectory, manifest: Manifest) -> set[Path]:
 
 def _entry(num_bytes: int) -> ManifestEntry:
     return ManifestEntry(name="delta", dtype="uint8", shape=(num_bytes,), offset=0, nbytes=num_bytes)
-
-
-def _tensors(block: np.ndarray, layout: WeightLayout) -> dict[str, torch.Tensor]:
-    """The packed block as tensors that share its memory, tied names included."""
-    tensors = {e.name: torch.from_numpy(inside(block, e)).view(dtype_of(e.dtype)).view(e.shape) for e in layout.entries}
-    return tensors | {name: tensors[target] for name, target in layout.aliases.items()}

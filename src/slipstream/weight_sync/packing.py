@@ -230,6 +230,15 @@ def inside(block: np.ndarray, entry: ManifestEntry) -> np.ndarray:
     return block[entry.offset : entry.offset + entry.nbytes]
 
 
+def tensors_in(block: np.ndarray, layout: WeightLayout | Manifest) -> dict[str, Tensor]:
+    """What lies in a packed block, as tensors that share its memory, tied names included. ValueError where the layout does not add up."""
+    try:
+        tensors = {e.name: torch.from_numpy(inside(block, e)).view(dtype_of(e.dtype)).view(e.shape) for e in layout.entries}
+        return tensors | {name: tensors[target] for name, target in layout.aliases.items()}
+    except (RuntimeError, KeyError) as error:  # torch's, for sizes; no such name
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
 def _overwrite(target: Tensor, entry: ManifestEntry, fill: Fill, hasher: xxhash.xxh3_128, over_own: bool) -> None:
     """Fill the tensor, which has the entry's dtype and shape, and hash what it holds then."""
     if plain(target):

@@ -1,7 +1,7 @@
 """The working loop of an engine that is a vLLM server.
 
 controller.next_weights ──► one offer ──►┌──────────────────────────────────────┐
-      adapters are loaded beside this ──►│ as soon as it may: have the server    │──► controller.confirm_weights
+  bytes and adapters come beside this ──►│ as soon as it may: have the server    │──► controller.confirm_weights
                                          │ adopt it, probed                      │
 requests (engine.submit, sets wake) ────►│ take what its streams brought         │──► send_frame
                                          └──────────────────────────────────────┘
@@ -28,7 +28,7 @@ NOTE_AFTER = 10  # versions; then the person is told what the probe can tell
 
 
 class Weights(Protocol):
-    """How versions come to the server: `weights.WholeWeights` or `adapters.ServerAdapters`."""
+    """How versions come to the server: `weights.WholeWeights`, `driver_copy.CopiedWeights` or `adapters.ServerAdapters`."""
 
     async def bring(self, offer: WeightsOffer) -> None:
         """What can be done beside what runs. WeightSyncError where the server does not take it."""
@@ -137,6 +137,7 @@ class _Loop:
             version=manifest.version,
             checksum=adopted.checksum,
             sync_s=adopted.seconds,
+            repaired=adopted.repaired,
         )
         await self._controller.confirm_weights(offer.slot, report)
 

@@ -40,6 +40,7 @@ class Adopted:
     checksum: str  # of the bytes it received
     seconds: float  # that it was given them for
     reading: Reading  # of the probe
+    repaired: str = ""  # why what had changed was refused and whole weights were taken instead
 
 
 def update_info(path: str, manifest: Manifest, label: str | None = None) -> dict[str, Any]:
@@ -160,7 +161,7 @@ class WholeWeights:
         self._engine, self._weights, self._path_of = engine, weights, path_of
 
     async def bring(self, offer: WeightsOffer) -> None:
-        """Nothing: all of it happens while the server is paused."""
+        """Nothing: the server reads what the trainer wrote, while it is paused."""
 
     async def adopt(self, offer: WeightsOffer) -> Adopted:
         """Update and probe. The checksum is the one that the server's workers computed over the bytes they received."""

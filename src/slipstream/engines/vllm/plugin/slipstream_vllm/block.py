@@ -84,7 +84,7 @@ def _opened(block):
     except OSError as error:
         raise ValueError(
             f"weights {block.label}: {block.path} cannot be opened by the server ({error.strerror}). It must see the trainer's directory "
-            '(weight_sync.transport = "files"), or run on its machine as the same user and see its processes ("shared_memory")'
+            "(weight_sync.transport = 'files' with whole weights), or run on the run's machine as the same user and see its processes"
         ) from error
     with file:
         yield file
