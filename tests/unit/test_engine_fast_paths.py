@@ -1,6 +1,8 @@
-"""The engine's faster paths give what the simple ones give: keys and values in place of gathered ones, products by columns."""
+"""The engine's faster paths give what the simple ones give: keys and values in place of gathered ones, products turned over and packed."""
 
 from __future__ import annotations
+
+import gc
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 from engine_harness import Driver, make_engine, plain, prompt, request, tiny_model
 from torch import nn
 
+from slipstream.engines.embedded import products as products_module
 from slipstream.engines.embedded.products import Products
 from slipstream.models import dense_rows, memory
 from slipstream.models.dense_rows import DenseRows
@@ -71,8 +74,9 @@ def test_room_doubles_and_ends_at_its_bound(monkeypatch: pytest.MonkeyPatch) -> 
     assert absent(4, 128) == [0, 1, 2, 3], "fits again"
 
 
-def test_the_memory_estimate_knows_the_bound() -> None:
+def test_the_memory_estimate_knows_the_bounds() -> None:
     assert memory._DENSE_ROWS_BYTES == dense_rows.MAX_BYTES
+    assert memory._PACKED_BYTES == products_module.PACKED_BYTES
 
 
 class Layers(nn.Module):
@@ -93,7 +97,7 @@ def test_products_by_columns(bias: bool, dtype: torch.dtype) -> None:
     products, x = Products(model), torch.randn(64, 1, 48, dtype=dtype)
     with torch.no_grad():
         simple = model(x)
-        with products.columns():
+        with products.fast():
             fast = model(x)
             for rows in (2, 3, 5, 16, 33):
                 assert torch.equal(model(x[:rows]), fast[:rows])
@@ -123,6 +127,88 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
     model.up.forward = lambda x: plain_up(x) + 100.0  # as hooks of other libraries do
     with torch.no_grad():
         expected = model(x)
-        with products.columns():
+        with products.fast():
             assert torch.allclose(model(x), expected, rtol=1e-4, atol=1e-3)
         assert torch.equal(model(x), expected)
+
+
+# ---- packed weights ---------------------------------------------------------------------------------------------------------------
+
+packs = pytest.mark.skipif(not products_module._can_pack(), reason="torch has no MKL here")
+
+
+def packed_layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module.weight in products_module._packs]
+
+
+@packs
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "qwen2"])
+def test_packed_weights_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before all are packed, after, and across a change of the weights."""
+    made: list[torch.Size] = []
+    pack = products_module._pack
+    monkeypatch.setattr(products_module, "_pack", lambda weight: made.append(weight.shape) or pack(weight))
+    packed = mixed_run(kind)
+    assert len(made) > 10
+    monkeypatch.setattr(products_module, "PACKED_BYTES", 0)
+    assert mixed_run(kind) == packed
+
+
+@packs
+def test_packing_is_spread_over_passes() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))).requires_grad_(False)
+    products, x = Products(model), torch.randn(8, 64)
+    counts = []
+    for _ in range(9):
+        with products.fast():
+            model(x)
+        counts.append(len(packed_layers(model)))
+    assert counts == [2, 4, 6, 8, 10, 12, 14, 16, 16]
+
+
+@packs
+def test_a_packed_form_never_outlives_its_weight() -> None:
+    """Weights arrive as bytes, which torch does not see: `forget` is for that. Frozen ones stay packed."""
+    torch.manual_seed(0)
+    model, x = Layers(False).requires_grad_(False), torch.randn(8, 48)
+    products = Products(model, frozen=[model.down.weight])
+    for _ in range(8):
+        with products.fast():
+            model(x)
+    assert packed_layers(model) == ["up", "down"]
+    model.up.weight.numpy()[:] *= 2
+    products.forget()
+    assert packed_layers(model) == ["down"]
+    with products.fast():
+        assert torch.allclose(model(x), Layers.forward(model, x), atol=1e-5)
+    weights = [id(model.up.weight), id(model.down.weight)]
+    del model, products
+    gc.collect()
+    assert not set(weights) & {id(weight) for weight in products_module._packs}
+
+
+@packs
+def test_new_weights_reach_packed_layers() -> None:
+    """They are written as bytes, as weight sync does."""
+    engine, other = make_engine(tiny_model()), tiny_model(seed=1)
+    driver = Driver(engine)
+    driver.submit(*(request(0, s, prompt(9), 12) for s in range(4)))
+    driver.drain()
+    assert packed_layers(engine.model)
+    for mine, new in zip(engine.model.parameters(), other.parameters(), strict=True):
+        mine.detach().numpy()[...] = new.detach().numpy()
+    engine.set_version(0, 1, "")
+    again = driver.submit(*(request(1, s, prompt(9), 12) for s in range(4)))
+    driver.drain()
+    assert max(driver.gap(h, plain(other)) for h in again) < 1e-4
+
+
+@packs
+def test_where_bits_differ_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products_module, "_multiply", lambda rows, packed, linear: products_module._turned(rows, linear) + 1e-7)
+    products_module._same_bits.cache_clear()
+    model, x = Layers(False).requires_grad_(False), torch.randn(8, 48)
+    with Products(model).fast():
+        model(x)
+    assert packed_layers(model) == []
+    products_module._same_bits.cache_clear()

@@ -57,7 +57,7 @@ def test_parts_of_a_float32_run():
     )
     parts = memory_need(config, SIZE, prompt_tokens=30).parts
     kv = 2 * 8 * 64 * 2 * 50 * 4  # keys and values, slots, context, layers, width, bytes
-    assert parts["engine"] == 2 * (4_000_000 + 2 * kv)  # live and pinned; keys and values in blocks, and in one piece
+    assert parts["engine"] == 2 * 2 * (4_000_000 + kv)  # live and pinned; weights plain and packed; in blocks, and in one piece
     assert parts["weight sync"] == 3 * 4_000_000
     tokens = 3 * (30 + 2 * 10)
     activations = tokens * 2 * (10 * 100 + 4 * 50 + 4 * 400) * 4
@@ -84,6 +84,13 @@ def test_a_server_holds_no_pinned_copy_and_has_processes_of_its_own():
     assert more == 2 * 4_000_000 + 2 * adapter_places(adapters) * sent, "its base comes from a model and a block of the driver's"
     attached = Config(engine=EngineSettings(type="vllm", urls=["http://somewhere"]))
     assert memory_need(attached, SIZE).parts["engine"] == 0
+
+
+def test_weights_are_packed_up_to_a_bound(monkeypatch):
+    config = Config(data=DataSettings(eval=None), engine=EngineSettings(slots=8))
+    packed = memory_need(config, SIZE).parts["engine"]
+    monkeypatch.setattr(memory, "_PACKED_BYTES", 3_999_999)
+    assert packed - memory_need(config, SIZE).parts["engine"] == 4_000_000
 
 
 def test_bfloat16_adds_masters_and_halves_the_rest():
@@ -148,7 +155,8 @@ def test_gradient_checkpointing_needs_less():
 def test_a_gpu_takes_its_parts_off_main_memory():
     here = memory_need(Config(model=ModelSettings(device="cpu")), SIZE)
     there = memory_need(Config(model=ModelSettings(device="cuda:0")), SIZE)
-    assert here.parts == there.parts
+    assert here.parts["engine"] - there.parts["engine"] == 4_000_000, "no GPU packs weights"
+    assert here.parts | {"engine": 0} == there.parts | {"engine": 0}
     assert here.host_bytes == here.total_bytes
     assert there.host_bytes == there.parts["weight sync"] + there.parts["processes"]
 

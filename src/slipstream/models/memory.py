@@ -2,8 +2,9 @@
 
 Trainer      weights + gradients + AdamW's two moments, + float32 master weights for a bfloat16 model, + activations of one micro-batch;
              with an adapter, gradients and moments are the adapter's alone
-Engine       weights + keys and values of all slots at full context, up to 1 GiB of them a second time (`dense_rows.py`); and of saved
-             states; each replica. All but the states once more for the copy that an evaluation pins, on one of them
+Engine       weights, on a CPU in float32 a second time as its library wants them (`products.py`) + keys and values of all slots at full
+             context, up to 1 GiB of them a second time (`dense_rows.py`); and of saved states; each replica. All but the states once more
+             for the copy that an evaluation pins, on one of them
 Frozen       a reference or a teacher: weights + activations of a forward pass, in the logprob stage or beside the trainer's model
 Weight sync  the slots of shared memory: two and one per engine, or with `weight_sync.lag` as many more as versions wait. With payload
              "delta" each is larger by what changed, and the trainer holds that, too; over files it holds one packed block besides.
@@ -39,6 +40,7 @@ _PROCESS_BYTES = 500 << 20  # torch and transformers imported, allocator slack
 _SERVER_BYTES = 3 << 30  # vLLM's three processes without weights, keys and values, measured: imports, compiled kernels, buffers
 _MAX_HEADER_BYTES = 100 << 20
 _DENSE_ROWS_BYTES = 1 << 30  # `dense_rows.MAX_BYTES`, which lies beside torch
+_PACKED_BYTES = 2 << 30  # `products.PACKED_BYTES`, which lies beside torch
 _DELTA_HISTORY = 4  # `weight_sync.delta.HISTORY`, which lies beside torch
 _GIB = 1 << 30
 
@@ -112,10 +114,10 @@ def memory_together(
     """The same for experiments: the base once in each role, the steps of their trainers in turns, everything else of each."""
     each = [_parts(config, size, prompt_tokens, frozen) for config in configs]
     parts = {name: sum(its.get(name, 0) for its in each) for name in dict.fromkeys(name for its in each for name in its)}
-    bases = (len(configs) - 1) * size.num_parameters * _ELEMENT_BYTES[configs[0].model.dtype]
+    bases = len(configs) - 1
     steps = [_step_bytes(config, size, prompt_tokens) for config in configs]
-    parts["engine"] -= bases
-    parts["trainer"] -= bases + sum(steps) - max(steps)
+    parts["engine"] -= bases * _engine_weight_bytes(configs[0], size)
+    parts["trainer"] -= bases * size.num_parameters * _ELEMENT_BYTES[configs[0].model.dtype] + sum(steps) - max(steps)
     parts["processes"] = max(its["processes"] for its in each)
     return _placed(configs[0], parts)
 
@@ -236,7 +238,14 @@ def _engine_bytes(config: Config, size: ModelSize) -> int:
             server += 2 * size.num_parameters * element + 2 * adapter_places(config) * _sent_bytes(config, size)
         return 0 if config.engine.urls else config.engine.replicas * server
     caches = copies * (running + min(running, _DENSE_ROWS_BYTES)) + config.engine.replicas * saved
-    return weights * size.num_parameters * element + caches
+    return weights * _engine_weight_bytes(config, size) + caches
+
+
+def _engine_weight_bytes(config: Config, size: ModelSize) -> int:
+    """One set of weights in the embedded engine: plain, and packed where that is done."""
+    plain = size.num_parameters * _ELEMENT_BYTES[config.model.dtype]
+    on_host = _on_host(config.engine.device or config.model.device)
+    return plain * 2 if on_host and config.model.dtype == "float32" and plain <= _PACKED_BYTES else plain
 
 
 def _context(config: Config, size: ModelSize) -> int:

@@ -6,6 +6,8 @@ saved or made again is so for both, and a sequence's routing always is the one t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -40,9 +42,10 @@ class Cache:
         saved_states: int = 0,
         saved_bytes: int = 0,
         routers: Routers | None = None,
+        frozen: Iterable[torch.Tensor] = (),
     ):
         self._model, self._routers = model, routers
-        self.products = Products(model)
+        self.products = Products(model, frozen)
         self.blocks_per_sequence = -(-max_context // BLOCK_TOKENS)
         num_blocks = slots * (self.blocks_per_sequence + 1) + saved_states * self.blocks_per_sequence + 1
         self.pool = KVPool(min(num_blocks, slots * _FIRST_BLOCKS + 1))
@@ -122,7 +125,7 @@ class Cache:
 
     def _run(self, tokens: torch.Tensor, layout: PagedLayout) -> torch.Tensor:
         body = base_model(self._model)
-        with self.products.columns():
+        with self.products.fast():
             return body(input_ids=tokens, position_ids=layout.positions, use_cache=False, layout=layout).last_hidden_state
 
     def _take(self, keep: tuple | None) -> int:

@@ -70,7 +70,10 @@ class EmbeddedEngine:
         self._seed = seed
         self._decode = decode
         self._num_embeddings = num_embeddings(model)
-        self._new_stream = partial(Stream, slots=slots, max_context=max_context, min_rows=min_rows, prefill_budget=prefill_budget)
+        self._frozen = () if adapter is None else adapter.frozen  # no version changes these
+        self._new_stream = partial(
+            Stream, slots=slots, max_context=max_context, min_rows=min_rows, prefill_budget=prefill_budget, frozen=self._frozen
+        )
         self._live = self._new_stream(model, saved_states=saved_states, saved_bytes=saved_bytes, routers=routers)
         self._policy = policy
         self._adapter = adapter
@@ -255,8 +258,7 @@ class EmbeddedEngine:
             raise ValueError(f"version {self._pinned.version[1]} is pinned already; one evaluation at a time")
         if self.version[1] < 0:
             raise ValueError("the engine has no weights to pin yet")
-        frozen = () if self._adapter is None else self._adapter.frozen  # no version changes these
-        model = self.model if share else copy.deepcopy(self.model, {id(p): p for p in frozen}).requires_grad_(False)
+        model = self.model if share else copy.deepcopy(self.model, {id(p): p for p in self._frozen}).requires_grad_(False)
         self._pinned = _Pinned(self._new_stream(model), self.version)
         return (*self.version, self.checksum)
 

@@ -10,6 +10,7 @@ Shapes: R = rows of a decode pass (live rows, then padding), S = slots, V = voca
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -56,7 +57,8 @@ class Stream:
     """Sequences on one model object. Not thread-safe: one loop calls it between its own waits.
 
     `min_rows` is the least number of rows of a decode pass; `prefill_budget` the tokens after which prefill waits for the next tick (the
-    first sequence of a tick always gets its own), so that running sequences are not held up for long.
+    first sequence of a tick always gets its own), so that running sequences are not held up for long. No version overwrites the `frozen`
+    weights.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Stream:
         saved_states: int = 0,
         saved_bytes: int = 0,
         routers: Routers | None = None,
+        frozen: Iterable[torch.Tensor] = (),
     ):
         self.model = model
         self.waiting: dict[int, Sequence] = {}  # by handle, in order of submission
@@ -82,6 +85,7 @@ class Stream:
             saved_states=saved_states,
             saved_bytes=saved_bytes,
             routers=routers,
+            frozen=frozen,
         )
         self.draining = False  # nothing that waits starts
         self._slots: list[Sequence | None] = [None] * slots
@@ -135,6 +139,7 @@ class Stream:
         Without `keep_prompts` no sequence starts over a prompt's keys and values of an older version.
         """
         self.draining = False
+        self.cache.products.forget()
         for sequence in self.running:
             sequence.marks.add(len(sequence.tokens) - 1, version)  # the next pass makes this position's
         if recompute:
@@ -222,7 +227,7 @@ class Stream:
         layout = self.cache.decode_layout(blocks, positions, in_order=rows[-1] == len(rows) - 1)
         tokens = torch.from_numpy(np.pad(self._rows.last[rows], (0, padding))).to(self.model.device)[:, None]
         hidden = self.cache.forward(tokens, layout)[:, 0]
-        with self.cache.products.columns():
+        with self.cache.products.fast():
             return head_logits(self.model, hidden)
 
     # ---- keys and values ---------------------------------------------------------------------------------------------------
