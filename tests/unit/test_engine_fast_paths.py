@@ -155,6 +155,30 @@ def test_packed_weights_give_the_same_bits(kind: str, monkeypatch: pytest.Monkey
 
 
 @packs
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bits_do_not_depend_on_what_is_packed_by_now(threads: int) -> None:
+    """Layers as wide as real ones, whose sums the library takes in pieces; with so many inputs in one that it is never packed."""
+    torch.manual_seed(0)
+    first = (nn.Linear(576, 576) for _ in range(6))  # packed before the others are
+    layers = [*first, nn.Linear(576, 1536), nn.SiLU(), nn.Linear(1536, 576), nn.Linear(576, 2048), nn.SiLU(), nn.Linear(2048, 96)]
+    model, x = nn.Sequential(*layers).requires_grad_(False), torch.randn(80, 576)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        products = Products(model)
+        for rows in (4, 5, 31, 32, 48, 49, 80):
+            products.forget()
+            outputs = []
+            for _ in range(9):
+                with products.fast():
+                    outputs.append(model(x[:rows]))
+            assert all(torch.equal(out, outputs[0]) for out in outputs), rows
+            assert bool(packed_layers(model)) == (rows <= 48)
+    finally:
+        torch.set_num_threads(before)
+
+
+@packs
 def test_packing_is_spread_over_passes() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))).requires_grad_(False)
     products, x = Products(model), torch.randn(8, 64)

@@ -7,7 +7,7 @@ layout in every call. Two forms here do better, with the same sums:
     packed    the weight kept in the library's layout beside the plain one; float32 with MKL alone, in bfloat16 it gains nothing
 
 Measured on a Xeon (AVX-512, MKL 2024.2), SmolLM2-135M, a decode pass as a whole, turned / packed: 1.4x with 4 and 8 rows, 1.2x with 16 and
-32, 1.1x with 64, with one thread and with two; turned alone is 1.1x to 2.0x `nn.Linear` by layer with 32 rows. Packing all layers takes as
+32, with one thread and with two; turned alone is 1.1x to 2.0x `nn.Linear` by layer with 32 rows. Packing all layers takes as
 long as four or five passes over them, anew for every version of the weights. So each pass packs an eighth of them, until all are: the price
 is spread, and a version that is soon replaced has not cost more than it gained.
 
@@ -28,8 +28,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _EXPANDS = 2  # more than so many times as many outputs as inputs: what follows is elementwise, and then a contracting layer
 _PASSES = 8  # over which packing is spread
-_MIN_ROWS = 4  # of a packed product; below, other kernels with other sums
-_CHECKED_ROWS = (4, 7, 16, 33, 64)
+_PACKED_ROWS = range(4, 49)  # of a packed product; with fewer or more its kernels are others, with other sums
+_CHECKED_ROWS = (4, 7, 16, 32, 33, 48)
 PACKED_BYTES = 2 << 30  # a model whose linear layers are larger is not packed: it would take as much memory again
 
 _packs: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight -> (its packed form, its version counter then), for all models that share it
@@ -72,7 +72,7 @@ class _Packing:
         kept = {id(weight) for weight in frozen}
         self._overwritten = [weight for weight in weights if id(weight) not in kept]
         num_bytes = sum(weight.nbytes for weight in {id(w): w for w in weights}.values() if weight.dtype == torch.float32)
-        self._on = _can_pack() and num_bytes <= PACKED_BYTES
+        self.on = 0 < num_bytes <= PACKED_BYTES and _can_pack()
         self._per_pass = num_bytes / _PASSES
         self._left = 0.0  # bytes that this pass may still pack
 
@@ -88,7 +88,8 @@ class _Packing:
         packed, counter = _packs.get(weight, (None, 0))
         if packed is not None and counter == weight._version:
             return packed
-        if not self._on or self._left <= 0 or weight.dtype != torch.float32 or not _same_bits(*weight.shape):
+        wanted = self.on and self._left > 0 and weight.dtype == torch.float32
+        if not wanted or not _same_bits(*weight.shape, torch.get_num_threads()):
             return None
         self._left -= weight.nbytes
         packed = _pack(weight)
@@ -99,7 +100,9 @@ class _Packing:
 def _forward(packing: _Packing, linear: nn.Linear, x: Tensor) -> Tensor:
     """x [..., K] -> [..., N]."""
     rows = x.reshape(-1, x.shape[-1])
-    packed = packing.packed(linear.weight) if len(rows) >= _MIN_ROWS else None
+    if packing.on:
+        rows = rows.contiguous()  # whatever form the layer before had: a product of columns may sum in another order
+    packed = packing.packed(linear.weight) if len(rows) in _PACKED_ROWS else None
     out = _turned(rows, linear) if packed is None else _multiply(rows, packed, linear)
     return out.view(*x.shape[:-1], -1)
 
@@ -133,17 +136,11 @@ def _multiply(rows: Tensor, packed: Tensor, linear: nn.Linear) -> Tensor:
 
 
 @cache
-def _same_bits(outputs: int, inputs: int) -> bool:
-    """Whether both forms give the same bits here for a weight of this shape."""
+def _same_bits(outputs: int, inputs: int, threads: int) -> bool:
+    """Whether both forms give the same bits here for a weight of this shape, with so many threads. With many inputs they do not."""
     generator = torch.Generator().manual_seed(0)
     linear = nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
     linear.weight.copy_(torch.randn(outputs, inputs, generator=generator))
     packed = _pack(linear.weight)
     rows = torch.randn(max(_CHECKED_ROWS), inputs, generator=generator)
-    for number in _CHECKED_ROWS:
-        as_rows = rows[:number]
-        as_columns = as_rows.t().contiguous().t()  # as an expanding layer leaves it
-        packed_sums = _multiply(as_rows, packed, linear)
-        if not all(torch.equal(_turned(x, linear), packed_sums) for x in (as_rows, as_columns)):
-            return False
-    return True
+    return all(torch.equal(_multiply(rows[:n], packed, linear), _turned(rows[:n], linear)) for n in _CHECKED_ROWS)
