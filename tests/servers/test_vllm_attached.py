@@ -36,7 +36,7 @@ from slipstream.engines.vllm.client import Refused
 from slipstream.errors import ConfigError, ModelError
 
 pytestmark = needs_vllm
-MORE = "--dtype float32 --max-model-len 128 --max-num-seqs 16 --enforce-eager"
+MORE = "--dtype float32 --max-model-len 128 --max-num-seqs 17 --enforce-eager"
 
 
 def command(model: Path, port: int) -> str:

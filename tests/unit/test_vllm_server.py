@@ -51,7 +51,7 @@ def test_the_command_line() -> None:
     text = " ".join(command)
     for part in (
         "-m vllm.entrypoints.cli.main serve /models/some", "--uds /private/engine-0.vllm", "--dtype bfloat16", "--max-model-len 128",
-        "--max-num-seqs 32", "--seed 7", "--load-format dummy", "--logprobs-mode processed_logprobs", "--generation-config vllm",
+        "--max-num-seqs 33", "--seed 7", "--load-format dummy", "--logprobs-mode processed_logprobs", "--generation-config vllm",
         '--weight-transfer-config {"backend": "slipstream_shared_memory"}', "--worker-extension-cls slipstream_vllm.worker.WorkerExtension",
     ):  # fmt: skip
         assert part in text
@@ -239,7 +239,7 @@ asyncio.run(main())
 
 
 ABOUT = {
-    "backend": "slipstream_shared_memory", "logprobs_mode": "processed_logprobs", "slots": 32, "device": "cpu",
+    "backend": "slipstream_shared_memory", "logprobs_mode": "processed_logprobs", "slots": 33, "device": "cpu",
     "model": {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2}, "adapters": None,
     "max_logprobs": 20, "sampling_mask": False, "routing": None,
 }  # fmt: skip
@@ -291,7 +291,7 @@ def test_what_it_tells_of_tokens_is_asked_and_room_made_for_it(tmp_path: Path) -
         ("control_failures", {"/collective_rpc": 404}, Refused, "VLLM_SERVER_DEV_MODE=1"),
         ("control_failures", {"/health": 401}, Refused, "SLIPSTREAM_VLLM_KEY"),
         ("about", None, ModelError, "without slipstream's plugin.*no attribute"),
-        ("about", ABOUT | {"slots": 31}, ConfigError, "engine.slots = 32.*31 sequences.*--max-num-seqs"),
+        ("about", ABOUT | {"slots": 32}, ConfigError, "engine.slots = 32.*32 sequences.*--max-num-seqs 33"),
         ("about", ABOUT | {"backend": None}, ConfigError, "--weight-transfer-config None, this run needs slipstream_shared_memory"),
         ("about", ABOUT | {"logprobs_mode": "raw_logprobs"}, ConfigError, "--logprobs-mode raw_logprobs, this run needs processed"),
         ("about", ABOUT | {"model": NEEDS.model | {"hidden_size": 96}}, ModelError, "another model.*hidden_size 96 instead of 64"),

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from slipstream.engines.vllm.arrays import Tells, Wants, what_it_tells
 from slipstream.engines.vllm.client import MAX_LINE_BYTES, Client, Refused, Transient
-from slipstream.engines.vllm.server import ADAPTER_VARIABLE, HEALTH_INTERVAL_S, LOGPROBS_MODE, AdapterRoom
+from slipstream.engines.vllm.server import ADAPTER_VARIABLE, HEALTH_INTERVAL_S, LOGPROBS_MODE, PROBES, AdapterRoom
 from slipstream.engines.vllm.versions import check_version, device_note
 from slipstream.errors import ConfigError, DeadlineExceeded, ModelError
 
@@ -162,10 +162,10 @@ def _check(url: str, needs: Needs, context: int | None, about: dict[str, Any]) -
     for option, given, needed in wrong:
         if given != needed:
             raise ConfigError(f"the server at {url} runs with {option} {given}, this run needs {needed}; {SEE_DOCS}")
-    if about["slots"] < needs.slots:
+    if about["slots"] < needs.slots + PROBES:
         raise ConfigError(
-            f"engine.slots = {needs.slots}, but the server at {url} runs {about['slots']} sequences at a time (--max-num-seqs): the others "
-            "would wait inside it, beyond the reach of an update"
+            f"engine.slots = {needs.slots}, but the server at {url} runs {about['slots']} sequences at a time: others would wait inside "
+            f"it, beyond the reach of an update. Start it with --max-num-seqs {needs.slots + PROBES}: one more, for the probe of weights"
         )
     if needs.adapters is not None:
         _check_adapters(url, needs.adapters, about["adapters"])

@@ -25,6 +25,7 @@ from slipstream.engines.vllm.environment import VllmEnvironment, clean_environme
 from slipstream.errors import DeadlineExceeded, RunFailed
 
 MODEL = "policy"  # the name it serves the model under
+PROBES = 1  # sequences beside those of `slots`: one that waited for them would hold an update, and all tokens, until one of them ends
 LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled from
 HEALTH_INTERVAL_S = 0.2
 ADAPTER_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"  # without it there are no routes for adapters
@@ -79,7 +80,8 @@ class ServerSpec:
         return [
             *(str(environment.python), "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)),
             *("--served-model-name", MODEL, "--uds", str(socket), "--disable-uvicorn-access-log", "--enable-scale-out"),
-            *("--dtype", self.dtype, "--max-model-len", str(self.max_context), "--max-num-seqs", str(self.slots), "--seed", str(self.seed)),
+            *("--dtype", self.dtype, "--max-model-len", str(self.max_context), "--seed", str(self.seed)),
+            *("--max-num-seqs", str(self.slots + PROBES)),
             *("--load-format", "dummy", "--skip-tokenizer-init", "--generation-config", "vllm"),
             *("--logprobs-mode", LOGPROBS_MODE, "--weight-transfer-config", json.dumps({"backend": self.transfer})),
             *("--worker-extension-cls", "slipstream_vllm.worker.WorkerExtension"),
