@@ -113,6 +113,10 @@ class Report:
             print(table.text(), end="\n\n")
         for target in self.targets:
             print(target.text())
+        self.save(path)
+
+    def save(self, path: Path | None) -> None:
+        """Write what there is so far, where a path is given."""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             record = {

@@ -23,7 +23,8 @@ import torch
 from bench import Report, alternate, paired_ratio, spread, start
 from torch import Tensor
 from transformers import PreTrainedModel
-from weight_sync_roles import PROMPT_TOKENS, decode_request, random_model
+from weight_sync_decoding import PROMPT_TOKENS, decode_request
+from weight_sync_roles import random_model
 
 from slipstream.config.settings import LoraSettings, ModelSettings
 from slipstream.engines.embedded.engine import EmbeddedEngine

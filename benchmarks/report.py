@@ -1,6 +1,6 @@
 """Puts recorded figures into the documentation: each block `<!-- figures: NAME -->` ... `<!-- end -->` is made from results/NAME.json.
 
-    python benchmarks/report.py [PAGE ...]        default: docs/performance.md, results.md, lora.md and weight_sync.md
+    python benchmarks/report.py [PAGE ...]        default: docs/performance.md, results.md, lora.md, weight_sync.md and vllm.md
 
 `figures: NAME 1` is the first of its tables alone. The block of the name `missed` lists every missed target of the page's other blocks, and
 every one of them without figures.
@@ -20,7 +20,7 @@ from typing import Any
 from bench import RESULTS, Table, Target
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = (DOCS / "performance.md", DOCS / "results.md", DOCS / "lora.md", DOCS / "weight_sync.md")
+PAGES = (DOCS / "performance.md", DOCS / "results.md", DOCS / "lora.md", DOCS / "weight_sync.md", DOCS / "vllm.md")
 MISSED = "missed"  # the block that sums up the others
 BLOCK = re.compile(r"(<!-- figures: (\w+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -1,50 +1,51 @@
 """A trainer and an engine in processes of their own, with the real controller and its ledger between them, and each sync timed.
 
-    this process      controller: real | rollout worker: `free_roles.Groups`, so that there is a batch for each version
+    this process      controller: real | rollout worker: `free_roles.Groups`, so that there is a batch for each version, and
+      │               `weight_sync_decoding.Decoding`, which has the engine decode
       ├─ trainer      `weight_sync_roles.py`: a version per batch, when `Pair.one_sync` asks for it
-      └─ engine       `weight_sync_roles.py`
+      └─ engine-0     `weight_sync_roles.py`; with `engine.type = "vllm"` the shipped role and the server that it starts
 
-Started as the local launcher starts its roles: one thread each, memory files inherited, everything else over the controller's socket.
+Started as the local launcher starts its roles: one thread each, memory files inherited, everything else over sockets.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from free_roles import Groups, open_run, settings
+from free_roles import ENGINE_ID, Groups, open_run
+from turns import tree_of
+from weight_sync_decoding import Decoding
 
+from slipstream.config.settings import Config
 from slipstream.controller.controller import Controller
+from slipstream.launch.context import RunContext
+from slipstream.launch.engine_socket import RemoteEngine, connect, socket_path
 from slipstream.launch.page import Page
 from slipstream.launch.processes import ChildSpec, Lifeline, RoleProcess, spawn
-from slipstream.launch.role import controller_socket
+from slipstream.launch.role import context_options, controller_socket
 from slipstream.launch.wire import Server, serve
 from slipstream.protocols import Manifest
 from slipstream.types import Batch, EngineReport
 from slipstream.weight_sync.memory import MemoryFile
-from slipstream.weight_sync.weight_directory import WeightDirectory
 
 T = TypeVar("T")
-ROLES = ("trainer", "engine")
-DEADLINE_S = 150.0  # for the next thing to happen, imports and model included
-
-
-def weight_directory(run_folder: str | Path) -> WeightDirectory:
-    """Where transport `files` puts its files."""
-    return WeightDirectory(Path(run_folder) / "weights", "benchmark")
+ROLES = (ENGINE_ID, "trainer")
+DEADLINE_S = 240.0  # for the next thing to happen, imports, model and a server's start included
 
 
 @dataclass(frozen=True, slots=True)
 class Sync:
     """One version's way. Seconds; `stall_s` as the engine reports it, the others as the controller sees the calls."""
 
-    trainer_s: float  # begin_write to publish
+    trainer_s: float  # begin_write to publish: the trainer's stall
     engine_s: float  # publish to confirm_weights
     stall_s: float
 
@@ -61,9 +62,8 @@ class Watched:
         self._asked = asyncio.Semaphore(0)
         self.synced: asyncio.Queue[Sync] = asyncio.Queue()
         self._began = self._published = 0.0
-        self.ticks: asyncio.Queue[float] = asyncio.Queue()
         self.num_bytes = self.num_read = 0
-        self.slot, self.newest = 0, ""  # the slot that holds the newest version, and its name
+        self.slot, self.newest = 0, (0, 0)  # the slot that holds the newest version, and that: incarnation, version
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._controller, name)
@@ -84,7 +84,7 @@ class Watched:
     async def publish(self, slot: int, manifest: Manifest) -> None:
         self._published, self.num_bytes, self.slot = time.perf_counter(), manifest.total_bytes, slot
         self.num_read = manifest.deltas[-1].num_bytes if manifest.deltas else manifest.total_bytes
-        self.newest = f"{manifest.incarnation}.{manifest.version}"
+        self.newest = manifest.incarnation, manifest.version
         await self._controller.publish(slot, manifest)
 
     async def confirm_weights(self, slot: int, report: EngineReport) -> None:
@@ -92,37 +92,38 @@ class Watched:
         now = time.perf_counter()
         self.synced.put_nowait(Sync(self._published - self._began, now - self._published, report.sync_s))
 
-    async def note(self, text: str) -> None:
-        self.ticks.put_nowait(float(text))
-
 
 class Pair:
     """`options` are those of `weight_sync_roles.Case`; `folder` becomes the run's, `sockets` is a private directory."""
 
-    def __init__(self, options: dict[str, str], folder: Path, sockets: str):
-        self._options, self._folder, self._sockets = options, folder, sockets
+    def __init__(self, config: Config, options: dict[str, str], folder: Path, sockets: str):
+        self._sockets = sockets
         self._lifeline, self._page = Lifeline(), MemoryFile.create("page")
         Page(self._page, ROLES)
-        config = settings(in_flight=4, group_size=2, tokens=16, steps=10**6)
         self._run = open_run(folder, config)
+        run_id, incarnation, _ = self._run.core.checkpoint_context()
+        self._context = RunContext(config, folder, folder, incarnation, 0, run_id, sockets)
+        self._options = context_options(self._context) | options
         self._worker = Groups(self._run, config, mean_tokens=16)
         self._working: asyncio.Task[None] | None = None
         self.slots = [MemoryFile.create(f"weights-{i}") for i in range(self._run.core.broker.num_slots)]
-        self.directory = weight_directory(folder)
-        self.directory.prepare()
+        if self._context.weights is not None:
+            self._context.weights.prepare()
         self._buffers: dict[int, np.ndarray] = {}
         self.controller = Watched(self._run)
         self._server: Server | None = None
         self._processes: list[RoleProcess] = []
+        self._engine: RemoteEngine | None = None
 
     async def start(self) -> None:
         api: Any = self.controller
         self._server = await serve(api, controller_socket(self._sockets))
+        folder, own = self._context.run_folder, [sys.executable, str(Path(__file__).with_name("weight_sync_roles.py"))]
         for role in ROLES:
             spec = ChildSpec(
                 role=role,
                 roles=ROLES,
-                run_folder=str(self._folder),
+                run_folder=str(folder),
                 threads=1,
                 socket_folder=self._sockets,
                 lifeline=self._lifeline.read_end,
@@ -130,8 +131,8 @@ class Pair:
                 slots=tuple(slot.fileno() for slot in self.slots),
                 options=self._options,
             )
-            command = [sys.executable, str(Path(__file__).with_name("weight_sync_roles.py")), role]
-            self._processes.append(await spawn(spec, self._folder / "log" / f"{role}.log", command))
+            shipped = role == ENGINE_ID and self._context.config.engine.type == "vllm"
+            self._processes.append(await spawn(spec, folder / "log" / f"{role}.log", None if shipped else own))
 
     async def start_weights(self) -> Sync:
         """The sync of version 0, for which the trainer is not asked; then batches are made."""
@@ -142,7 +143,12 @@ class Pair:
     async def one_sync(self) -> Sync:
         return await self.wait(self.controller.one_sync())
 
-    async def wait(self, awaited: Awaitable[T]) -> T:
+    async def decoding(self) -> Decoding:
+        """What has the engine decode. Await it within `wait`."""
+        self._engine = await connect(socket_path(self._sockets, ENGINE_ID))
+        return Decoding(self._engine)
+
+    async def wait(self, awaited: Awaitable[T] | Coroutine[Any, Any, T]) -> T:
         """What is awaited; RuntimeError with a process's last lines where that ends first, TimeoutError after DEADLINE_S."""
         task = asyncio.ensure_future(awaited)
         ends = [asyncio.ensure_future(process.process.wait()) for process in self._processes]
@@ -165,15 +171,18 @@ class Pair:
 
     def newest_and_spare(self) -> tuple[Path, Path]:
         """With transport `files`: the file of the newest version, and a name beside it that nobody uses."""
-        return self.directory.path / f"{self.controller.newest}.safetensors", self.directory.path / "spare"
+        assert self._context.weights is not None
+        return self._context.weights.file(*self.controller.newest), self._context.weights.path / "spare"
 
-    def buffer(self, number: int = 0) -> np.ndarray:
-        """Memory for as many bytes as a version has, every page of it used before; another one for each number."""
+    def buffer(self, number: int = 0, num_bytes: int | None = None) -> np.ndarray:
+        """Memory for as many bytes as a version has, or for so many, every page of it used before; another one for each number."""
         if number not in self._buffers:
-            self._buffers[number] = np.ones(self.controller.num_bytes, np.uint8)
+            self._buffers[number] = np.ones(num_bytes or self.controller.num_bytes, np.uint8)
         return self._buffers[number]
 
     async def close(self) -> None:
+        if self._engine is not None:
+            await self._engine.close()
         for process in self._processes:
             process.signal_group(9)
             await process.process.wait()
@@ -189,9 +198,14 @@ class Pair:
 
     def memory_gib(self) -> float:
         """Of all processes, shared memory once. Linux only: 0 elsewhere."""
-        total = 0
-        for pid in ("self", *(process.pid for process in self._processes)):
-            path = Path(f"/proc/{pid}/smaps_rollup")
-            lines = path.read_text().splitlines() if path.exists() else []
-            total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-        return total / 2**20
+        if not Path("/proc/self/smaps_rollup").exists():
+            return 0.0
+        lines = [line for pid in tree_of(os.getpid()) for line in _rollup(pid)]
+        return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 2**20
+
+
+def _rollup(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:  # it has ended
+        return []

@@ -1,43 +1,37 @@
 """The two processes of `weight_sync.py`: what moves the weights is shipped code, what makes and uses them is only as much as it needs.
 
-    trainer   no optimizer: every weight changes its sign per version, or a share of them a bit, and packing starts with the caches in the
-              state that an optimizer step leaves
-    engine    the embedded engine in its own loop, without work until version `decode_from`, then with a full batch of endless sequences;
-              it notes what every tick of decoding took
+    trainer    no optimizer: every weight changes its sign per version, or a share of them a bit, and packing starts with the caches in
+               the state that an optimizer step leaves
+    engine-0   the embedded engine in its own loop, served to a rollout worker
 
-Started by `processes.spawn`, as a role of a run is.
+Started by `processes.spawn`, as a role of a run is. An engine that is a vLLM server has the shipped role instead.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import msgspec
-import numpy as np
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
-from weight_sync_pair import weight_directory
+from weight_sync_decoding import BATCH, NEW_TOKENS, PROMPT_TOKENS
 
-from slipstream.config.settings import WeightSyncSettings
+from slipstream.config.settings import Config
 from slipstream.engines.embedded.engine import EmbeddedEngine
 from slipstream.engines.embedded.loop import run_engine
+from slipstream.launch.assemble_weights import build_publisher, build_reader
+from slipstream.launch.engine_socket import serve, socket_path
 from slipstream.launch.processes import Child, child_setup
-from slipstream.launch.role import controller_socket
+from slipstream.launch.role import context_of, controller_socket
 from slipstream.launch.wire import RemoteController, connect
-from slipstream.protocols import WeightsOffer
-from slipstream.types import Frame, GenerateRequest, Purpose, Sampling, StepReport
-from slipstream.weight_sync.collective import CollectivePublisher, CollectiveWeights
-from slipstream.weight_sync.delta import DeltaPublisher, memory_delta_weights
-from slipstream.weight_sync.delta_collective import CollectiveDeltaWeights
-from slipstream.weight_sync.delta_files import FileDeltaPublisher, file_delta_weights
-from slipstream.weight_sync.ends import Publisher, Reader
-from slipstream.weight_sync.files import FilePublisher, FileWeights
-from slipstream.weight_sync.shared_memory import MemoryPublisher, MemoryWeights
-from slipstream.weight_sync.slots import slots_for
+from slipstream.models.loading import load_model
+from slipstream.models.lora import Adapter
+from slipstream.trainer.probe import ProbedPublisher
+from slipstream.types import StepReport
+from slipstream.weight_sync.ends import Publisher
 
 LAYOUTS = {
     "135M": {  # SmolLM2-135M
@@ -48,7 +42,7 @@ LAYOUTS = {
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
     },
-    "1B": {  # Llama-3.2-1B's layers, 15 of its 16, and a quarter of its vocabulary: 0.98e9, four copies of which fit into 8 GiB
+    "1B": {  # Llama-3.2-1B's layers, 15 of its 16, and a quarter of its vocabulary: 0.98e9
         "vocab_size": 32000,
         "hidden_size": 2048,
         "intermediate_size": 8192,
@@ -57,66 +51,13 @@ LAYOUTS = {
         "num_key_value_heads": 8,
     },
 }
-BATCH = 32
-PROMPT_TOKENS = 52
-NEW_TOKENS = 128  # then the batch starts anew
-NUM_SLOTS = slots_for(1)
-BUCKET_BYTES = WeightSyncSettings().bucket_mib << 20
 
 
 class Case(msgspec.Struct, frozen=True):
-    """What is measured, as the roles are told it."""
+    """What the roles are told beside the run's settings."""
 
     layout: str
-    dtype: str
-    transport: str
-    payload: str
-    share: float
-    decode_from: int  # version
-
-
-@dataclass(frozen=True, slots=True)
-class Transport:
-    """How weights travel: who writes them on the trainer's side, who applies an offer on the engine's."""
-
-    publisher: Callable[[PreTrainedModel, Child], Publisher]
-    weights: Callable[[EmbeddedEngine, Child], Reader]
-
-
-def collective_publisher(model: PreTrainedModel, child: Child, packer: type[MemoryPublisher | DeltaPublisher]) -> CollectivePublisher:
-    return CollectivePublisher(model, child.spec.socket_folder, NUM_SLOTS, model.dtype, packer=packer, bucket_bytes=BUCKET_BYTES)
-
-
-def collective_weights(engine: EmbeddedEngine, child: Child) -> CollectiveWeights:
-    return CollectiveWeights(engine.model, child.spec.socket_folder, child.spec.role, bucket_bytes=BUCKET_BYTES)
-
-
-WAYS = {  # transport, payload
-    ("shared memory", "full"): Transport(
-        lambda model, child: MemoryPublisher(model, child.slots, model.dtype),
-        lambda engine, child: MemoryWeights(engine.model, child.slots),
-    ),
-    ("shared memory", "delta"): Transport(
-        lambda model, child: DeltaPublisher(model, child.slots, model.dtype),
-        lambda engine, child: memory_delta_weights(engine.model, child.slots),
-    ),
-    ("files", "delta"): Transport(
-        lambda model, child: FileDeltaPublisher(model, weight_directory(child.spec.run_folder), NUM_SLOTS, model.dtype),
-        lambda engine, child: file_delta_weights(engine.model, weight_directory(child.spec.run_folder)),
-    ),
-    ("collective", "full"): Transport(
-        lambda model, child: collective_publisher(model, child, MemoryPublisher),
-        collective_weights,
-    ),
-    ("collective", "delta"): Transport(
-        lambda model, child: collective_publisher(model, child, DeltaPublisher),
-        lambda engine, child: CollectiveDeltaWeights(engine.model, collective_weights(engine, child)),
-    ),
-    ("files", "full"): Transport(
-        lambda model, child: FilePublisher(model, weight_directory(child.spec.run_folder), NUM_SLOTS, model.dtype),
-        lambda engine, child: FileWeights(engine.model, weight_directory(child.spec.run_folder)),
-    ),
-}
+    share: float  # of the weights that change per version
 
 
 def random_model(layout: str, dtype: str) -> PreTrainedModel:
@@ -134,31 +75,44 @@ def random_model(layout: str, dtype: str) -> PreTrainedModel:
     return model.eval()
 
 
+def make_model(config: Config, layout: str) -> tuple[PreTrainedModel, Adapter | None]:
+    """What is trained. Where a vLLM server computes with it, it has to make sense: the server's answers are held against the trainer's."""
+    vllm = config.engine.type == "vllm"
+    model = load_model(config.model, device="cpu")[0] if vllm else random_model(layout, config.model.dtype)
+    if not config.lora.on:
+        return model, None
+    adapter = Adapter.of(model, config.lora, config.model)
+    adapter.perturb()
+    return model, adapter
+
+
 # ---- trainer ---------------------------------------------------------------------------------------------------------------------
 
 
 async def run_trainer(child: Child, controller: RemoteController, case: Case) -> None:
     """`trainer.loop.run_trainer` with an optimizer that turns signs."""
-    model = random_model(case.layout, case.dtype)
-    publisher = WAYS[case.transport, case.payload].publisher(model, child)
-    _, incarnation, _ = await controller.checkpoint_context()
+    context = context_of(child)
+    model, adapter = make_model(context.config, case.layout)
+    publisher = build_publisher(context, model, adapter, child.slots)
+    if context.config.engine.type == "vllm":
+        publisher = ProbedPublisher(publisher, model)
     version = 0
-    await _publish(controller, publisher, incarnation, version)
+    await _publish(controller, publisher, context.incarnation, version)
     while await controller.get_batch(version) is not None:
-        change(model, case.share, version)
+        change(model.parameters() if adapter is None else adapter.tensors.values(), case.share, version)
         version += 1
-        checksum = await _publish(controller, publisher, incarnation, version)
+        checksum = await _publish(controller, publisher, context.incarnation, version)
         await controller.finish_step(StepReport(step=version - 1, version=version, checksum=checksum))
 
 
 @torch.no_grad()
-def change(model: PreTrainedModel, share: float, version: int) -> None:
+def change(weights: Iterable[Tensor], share: float, version: int) -> None:
     """The signs of all weights, or the lowest bits of a share of them, drawn with repetition."""
-    for parameter in model.parameters():
+    for tensor in weights:
         if share == 1:
-            parameter.neg_()
+            tensor.neg_()
             continue
-        bits = parameter.view(-1).view(torch.uint8)[:: parameter.itemsize]
+        bits = tensor.view(-1).view(torch.uint8)[:: tensor.itemsize]
         bits[torch.randint(len(bits), (round(share * len(bits)),), generator=torch.Generator().manual_seed(version))] ^= 1
 
 
@@ -172,79 +126,22 @@ async def _publish(controller: RemoteController, publisher: Publisher, incarnati
 # ---- engine ----------------------------------------------------------------------------------------------------------------------
 
 
-class TimedEngine(EmbeddedEngine):
-    """Remembers what its last tick took."""
-
-    last_tick_s = 0.0
-
-    def tick(self) -> Frame:
-        began = time.perf_counter()
-        frame = super().tick()
-        self.last_tick_s = time.perf_counter() - began
-        return frame
-
-
-class Watched(Reader):
-    """A reader that tells which versions were taken."""
-
-    def __init__(self, reader: Reader, adopted: Callable[[int], None]):
-        self._reader, self._adopted, self.fetch = reader, adopted, reader.fetch
-
-    def __call__(self, offer: WeightsOffer) -> str:
-        checksum = self._reader(offer)
-        self.refused = self._reader.refused
-        self._adopted(offer.manifest.version)
-        return checksum
-
-
 async def run_engine_role(child: Child, controller: RemoteController, case: Case) -> None:
-    model = random_model(case.layout, case.dtype).requires_grad_(False)
-    engine = TimedEngine(model, slots=BATCH, max_context=PROMPT_TOKENS + NEW_TOKENS)
+    """`launch.role.run_engine_role` with a model of this benchmark's own."""
+    context = context_of(child)
+    model, adapter = make_model(context.config, case.layout)
+    engine = EmbeddedEngine(model.requires_grad_(False), slots=BATCH, max_context=PROMPT_TOKENS + NEW_TOKENS, adapter=adapter)
     wake = asyncio.Event()
-
-    def decode() -> None:
-        for sample in range(BATCH):
-            engine.submit(decode_request(sample, NEW_TOKENS))
-        wake.set()
-
-    def adopted(version: int) -> None:
-        if version == case.decode_from:
-            asyncio.get_running_loop().call_soon(decode)  # not within the time of this sync
-
-    async def send_frame(frame: Frame) -> None:
-        if len(frame.handles) == BATCH and not frame.num_prefill_tokens:
-            await controller.note(str(engine.last_tick_s))
-        if not engine.has_work():
-            decode()
-
-    weights = Watched(WAYS[case.transport, case.payload].weights(engine, child), adopted)
-    await run_engine(engine, controller, weights, send_frame, wake, child.progress, weights.fetch)
-
-
-def decode_request(sample: int, new_tokens: int) -> GenerateRequest:
-    """One of a batch that decodes while weights come: a prompt of random tokens, and no token that ends it."""
-    ids = np.random.default_rng(sample).integers(3, 1000, PROMPT_TOKENS).astype(np.int32)
-    return GenerateRequest(
-        group_id=0,
-        sample=sample,
-        attempt=0,
-        turn=0,
-        purpose=Purpose.TRAIN,
-        token_ids=ids,
-        prompt_length=len(ids),
-        num_sampled=0,
-        sampling=Sampling(max_new_tokens=new_tokens),
-        stop_token_ids=(),
-    )
-
-
-ROLES = {"trainer": run_trainer, "engine": run_engine_role}
+    server = await serve(engine, socket_path(child.spec.socket_folder, engine.engine_id), wake.set)
+    weights = build_reader(context, engine.weights, engine.engine_id, child.slots)
+    await run_engine(engine, controller, weights, server.send_frame, wake, child.progress, weights.fetch)
 
 
 async def run_role(child: Child) -> None:
     controller = await connect(controller_socket(child.spec.socket_folder), child.spec.role)
+    play = run_trainer if child.spec.role == "trainer" else run_engine_role
     try:
-        await ROLES[child.spec.role](child, controller, msgspec.convert(child.spec.options, Case, strict=False))
+        await play(child, controller, msgspec.convert(child.spec.options, Case, strict=False))
     finally:
         await controller.close()
 
