@@ -220,7 +220,7 @@ def _seconds(do: Callable[[], Any]) -> float:
 
 
 _PARTS = {
-    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
+    "matrix products": ("mkl::_mkl_linear", "aten::mm", "aten::addmm", "aten::bmm"),
     "attention": ("aten::_scaled_dot_product_flash_attention_for_cpu",),
     "keys and values: write and gather": ("aten::index_copy_", "aten::index_select"),
     "copies (operands turned over)": ("aten::copy_",),
