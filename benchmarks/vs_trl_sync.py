@@ -48,6 +48,7 @@ from turns import Program, Turn
 HERE = Path(__file__).parent
 OUT = HERE / "out" / "vs_trl_sync"
 GROUPS, GROUP_SIZE, THREADS, LEARNING_RATE = 4, 8, 2, 2e-5
+PASS_TOKENS = 1280  # of one forward and backward pass at most, on every side; with more, the three programs take over 24 GB
 STEP_DEADLINE_S = 1500.0  # the first one holds the start, too
 MANY = 10_000  # steps: the programs are ended, they do not end
 
@@ -61,14 +62,13 @@ class Case:
     endless: bool  # every completion has `new_tokens` tokens
     turn_steps: int  # in the long form, of those whose steps do not overlap
     wanted: float  # times TRL's samples per second
-    pass_tokens: int  # of one forward and backward pass at most, on every side
     rounds: int = 3  # turns that each side has
 
 
 CASES = (
-    Case("short", "24 new tokens", 24, 0, False, 2, 3.0, pass_tokens=2560),
-    Case("examples", "24 new tokens, long prompt", 24, 7, False, 1, 3.0, pass_tokens=1280),  # with more, the three programs take over 24 GB
-    Case("long", "256 new tokens", 256, 0, True, 1, 1.7, pass_tokens=1280, rounds=2),
+    Case("short", "24 new tokens", 24, 0, False, 2, 3.0),
+    Case("examples", "24 new tokens, long prompt", 24, 7, False, 1, 3.0),
+    Case("long", "256 new tokens", 256, 0, True, 1, 1.7, rounds=2),
 )
 SIDES = ("trl", "sync", "async")
 MAX_STALENESS = {"sync": 0, "async": 1}
@@ -152,7 +152,7 @@ def _start(side: str, case: Case, folder: Path, model: Path, rows: Path, num_pro
             "threads": THREADS,
             "groups": GROUPS,
             "group_size": GROUP_SIZE,
-            "rows_per_pass": rows_per_pass(num_prompt_tokens + case.new_tokens, case.pass_tokens),
+            "rows_per_pass": rows_per_pass(num_prompt_tokens + case.new_tokens),
             "new_tokens": case.new_tokens,
             "learning_rate": LEARNING_RATE,
         }
@@ -165,13 +165,13 @@ def _start(side: str, case: Case, folder: Path, model: Path, rows: Path, num_pro
     return Program(side, command, folder / f"{side}.log", {**env, "OMP_NUM_THREADS": str(THREADS), "TOKENIZERS_PARALLELISM": "false"})
 
 
-def rows_per_pass(row_tokens: int, pass_tokens: int) -> int:
+def rows_per_pass(row_tokens: int) -> int:
     """Rollouts of a batch that TRL passes through the model at once: a divisor of the batch.
 
-    >>> rows_per_pass(76, 2560), rows_per_pass(316, 1280)
-    (32, 4)
+    >>> rows_per_pass(76), rows_per_pass(316)
+    (16, 4)
     """
-    return max(n for n in range(1, GROUPS * GROUP_SIZE + 1) if GROUPS * GROUP_SIZE % n == 0 and n * row_tokens <= pass_tokens)
+    return max(n for n in range(1, GROUPS * GROUP_SIZE + 1) if GROUPS * GROUP_SIZE % n == 0 and n * row_tokens <= PASS_TOKENS)
 
 
 def _settings(side: str, case: Case, folder: Path, model: Path, rows: Path, num_prompt_tokens: int) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def _settings(side: str, case: Case, folder: Path, model: Path, rows: Path, num_
             "groups_per_step": GROUPS,
             "learning_rate": LEARNING_RATE,
             "threads": threads,
-            "max_tokens_per_micro_batch": case.pass_tokens,
+            "max_tokens_per_micro_batch": PASS_TOKENS,
         },
         "loss": {"preset": "grpo"},  # TRL calls it dapo with epsilon_high = epsilon: clipped ratio, mean over the batch's tokens
         "checkpoint": {"every": MANY},
