@@ -69,12 +69,12 @@ class Setting:
 
 SETTINGS = {
     True: (
-        Setting("135M", "bfloat16", syncs=10, under_load=5),
-        Setting("135M", "float32", syncs=5, under_load=3),
-        Setting("135M", "bfloat16", "files", syncs=5, under_load=3),
-        Setting("135M", "bfloat16", "collective", syncs=5, under_load=3),
-        Setting("135M", "bfloat16", payload="delta", share=CHANGED[0], syncs=5, under_load=3),
-        Setting("135M", "bfloat16", payload="adapter", syncs=5, under_load=3),
+        Setting("135M", "bfloat16", syncs=8, under_load=4),
+        Setting("135M", "float32", syncs=4, under_load=3),
+        Setting("135M", "bfloat16", "files", syncs=4, under_load=3),
+        Setting("135M", "bfloat16", "collective", syncs=4, under_load=3),
+        Setting("135M", "bfloat16", payload="delta", share=CHANGED[0], syncs=4, under_load=3),
+        Setting("135M", "bfloat16", payload="adapter", syncs=4, under_load=3),
     ),
     False: (
         Setting("135M", "bfloat16", syncs=15, under_load=6),
