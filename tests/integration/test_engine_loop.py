@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -155,6 +156,33 @@ def test_weights_are_adopted_between_ticks_and_reported() -> None:
         assert all(r.sync_s >= 0 for _, r in reports)
         assert loop.controller.asked == [("e", 0, -1), ("e", 1, 0), ("e", 1, 1)]
         assert [f.tick for f in loop.frames] == list(range(1, 21))
+
+    asyncio.run(body())
+
+
+def test_an_offer_that_came_during_a_tick_is_adopted_before_the_next_one() -> None:
+    """It lies in a socket then, and has to be read first."""
+
+    async def body() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        async with running() as loop:
+            offered = loop.controller.next_weights
+
+            async def next_weights(engine_id: str, incarnation: int, version: int) -> WeightsOffer:
+                if version >= 0:
+                    await reader.readexactly(1)
+                return await offered(engine_id, incarnation, version)
+
+            loop.controller.next_weights = next_weights  # type: ignore[method-assign]
+            loop.controller.offer(0)
+            loop.controller.offer(1)
+            into, ended = loop.generate(make_request())
+            loop.on_frame = lambda: len(loop.frames) == 5 and theirs.send(b"x")
+            await ended
+            writer.close()
+            theirs.close()
+        assert [(s.version, s.end - s.start) for s in into.spans] == [(0, 5), (1, 15)]
 
     asyncio.run(body())
 

@@ -15,6 +15,7 @@ from slipstream.weight_sync.ends import Reader
 if TYPE_CHECKING:
     from slipstream.engines.embedded.engine import EmbeddedEngine
 
+TURNS = 3  # of the event loop, 5 us each: one finds what came while it ticked, one reads it, one runs the task that waits for it
 TICK_DEADLINE_S = 300.0  # one prefill budget and one decode pass; a model that needs longer is hung
 
 
@@ -56,7 +57,8 @@ async def run_engine(
                 frame = engine.tick()
                 page.idle()  # a worker that does not read is not this engine's fault: the controller's wait for a batch ends that
                 await send_frame(frame)
-                await asyncio.sleep(0)  # let requests, cancellations and the offer in
+                for _ in range(TURNS):
+                    await asyncio.sleep(0)  # let requests, cancellations and the offer in
             else:
                 page.idle()
                 await _wait_for_work(offer, wake)
