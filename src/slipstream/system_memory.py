@@ -1,8 +1,12 @@
-"""How much main memory this machine can still give, within the limits of the process's control groups. Imports no torch."""
+"""How much main memory this machine can still give, within the limits of the process's control groups; what this process need not keep.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import subprocess
 import sys
@@ -25,6 +29,14 @@ def container_bytes(root: Path = CGROUPS, own: str | None = None) -> int | None:
     inside = root / (_own_group() if own is None else own).lstrip("/")
     groups = [group for group in (inside, *inside.parents) if group == root or root in group.parents]
     return min((left for group in groups if (left := _left_in(group)) is not None), default=None)
+
+
+def give_back_freed_memory() -> None:
+    """Hand the kernel what lies free between the blocks in use; does nothing where the C library is not glibc."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if trim is not None:
+            trim(0)
 
 
 def _left_in(group: Path) -> int | None:

@@ -1,13 +1,50 @@
-"""What everything that stores or sends named tensors must agree on: tied storage once, and dtypes by name."""
+"""What everything that stores or sends named tensors must agree on: tied storage once, dtypes by name, and
+tensors that are made when they are asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that nobody holds: it is made each time it is asked for."""
+
+    outline: Tensor  # its shape and dtype, over the memory of one element; the same one where two names mean the same tensor
+    make: Callable[[], Tensor]
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Named tensors, some of them `Made`: who takes one after the other never holds two of those."""
+
+    def __init__(self, entries: Mapping[str, Tensor | Made]):
+        self.entries = dict(entries)
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        return entry.make() if isinstance(entry, Made) else entry
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def outlines(self) -> dict[str, Tensor]:
+        """What has the shapes, dtypes and ties of all of them; nothing is made."""
+        return {name: entry.outline if isinstance(entry, Made) else entry for name, entry in self.entries.items()}
+
+
+def outline(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor of that shape that takes one element, for `Made`; its values mean nothing."""
+    return torch.empty((), dtype=dtype).expand(shape)
 
 
 def distinct(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -16,6 +16,7 @@ from slipstream import train
 from slipstream.cli.main import main
 from slipstream.config.load import load_config, load_tables
 from slipstream.config.settings import Config
+from slipstream.errors import ResumeError
 from slipstream.launch.assemble import build_trainer
 from slipstream.launch.context import RunContext
 from slipstream.models.tiny import tiny_folder
@@ -124,6 +125,41 @@ def test_a_deterministic_run_is_the_same_again_ended_and_resumed(interrupt: str,
     assert all(made == first.versions[version] for (_, version), made in all_checksums(tmp_path / "resumed").items())
     spans = [s for g in first.groups.values() for r in g.rollouts for s in r.spans]
     assert len({s.version for s in spans}) > 2, "the run was not asynchronous"
+
+
+def test_a_base_in_4_bits_is_the_same_to_all_of_a_run_and_to_one_that_goes_on(tmp_path: Path) -> None:
+    """QLoRA: the engine, which holds the rounded weights, samples what the trainer, which holds their codes, computes."""
+
+    def settings(name: str, payload: str, **lora: Any):
+        return tables(
+            tmp_path / name,
+            run={"deterministic": True},
+            model={"quantize": "nf4"},
+            lora={"rank": 2, **lora},
+            loss={"kl_coefficient": 0.1},
+            trainer={"steps": 2, "learning_rate": 1e-2},
+            checkpoint={"every": 1, "keep": 2},
+            weight_sync={"payload": payload},
+        )
+
+    def fails(line: dict) -> None:
+        raise Stopped
+
+    first = settings("first", "adapter")
+    run(first)
+    with pytest.raises(Stopped):
+        run(settings("resumed", "adapter"), on_step=fails)
+    run(settings("resumed", "adapter"), resume=tmp_path / "resumed")
+    versions = told(tmp_path / "first").versions
+    assert told(tmp_path / "resumed").versions == versions and len(set(versions.values())) == 3
+    assert 0 < worst_gap(step_lines(tmp_path / "first")) < FLOOR
+    with pytest.raises(ResumeError, match=r"model\.quantize was 'nf4' and is now None"):
+        run({**first, "model": {}}, resume=tmp_path / "first")
+    run(settings("merged", "full", dora=True))
+    assert 0 < worst_gap(step_lines(tmp_path / "merged")) < FLOOR
+    assert main(["export", str(tmp_path / "merged"), str(tmp_path / "whole"), "--merged"]) == 0
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert checksum(whole) == told(tmp_path / "merged").versions[2], "what is exported is not what was sent"
 
 
 def test_export_says_what_a_run_without_an_adapter_cannot(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from importlib import util
 from typing import Any
 
@@ -32,6 +33,7 @@ def make(**tables: Any) -> Config:
             {"lora": {"rank": 4}, "weight_sync": {"payload": "delta"}},
             ('"delta" with lora.rank', "adapter alone is smaller", "leave payload out"),
         ),
+        ({"model": {"quantize": "nf4"}}, ('quantize = "nf4" without an adapter', "cannot be trained", "set lora.rank")),
         ({"lora": {"rank": 4, "dora": True}, "weight_sync": {"payload": "adapter"}}, ('"adapter" with dora', "norms", '"full"')),
     ],
 )
@@ -46,6 +48,21 @@ def test_an_adapter_without_peft_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     check_config(make())
     with pytest.raises(ConfigError, match=r"rank = 4 needs peft, .*pip install 'slipstream\[lora\]'"):
         check_config(make(lora={"rank": 4}))
+
+
+def test_a_quantised_base_without_bitsandbytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.config.lora_problems.find_spec", lambda name: None if name == "bitsandbytes" else util.find_spec(name))
+    check_config(make(lora={"rank": 4}))
+    with pytest.raises(ConfigError, match=r"quantize = .nf4. needs bitsandbytes, .*pip install 'slipstream\[qlora\]'"):
+        check_config(make(lora={"rank": 4}, model={"quantize": "nf4"}))
+
+
+def test_other_models_than_the_base_are_read_as_they_are_stored() -> None:
+    kl = {"model": {"name": "own", "quantize": "nf4"}, "lora": {"rank": 4}, "loss": {"kl_coefficient": 0.1, "reference": "other"}}
+    (reference,) = frozen_models(make(**kl))
+    assert (reference.settings.name, reference.settings.quantize) == ("other", None)
+    (teacher,) = frozen_models(make(**{**kl, "loss": {"teacher": "own"}}))
+    assert teacher.settings.quantize == "nf4"
 
 
 def test_a_learning_rate_of_whole_weights_is_advised_against() -> None:
@@ -86,7 +103,11 @@ def test_an_adapter_needs_little_beside_its_base() -> None:
     assert whole["trainer"] - adapter["trainer"] == 12_000_000 - 16 * trained  # gradients and moments; the adapter with its own
     assert adapter["weight sync"] == 3 * 4 * trained and merged["weight sync"] == whole["weight sync"] == 3 * 4_000_000
     assert whole["engine"] - adapter["engine"] == 2 * 4_000_000 and merged["engine"] == whole["engine"]  # a pinned adapter shares its base
-    assert merged["trainer"] - adapter["trainer"] == 4_000_000
+    assert merged["trainer"] == adapter["trainer"]  # merged weights are made one after the other
+    size = dataclasses.replace(SIZE, num_linear=800_000)
+    rounded = memory_need(make(lora={"rank": 2}, model={"quantize": "nf4"}, **tables), size).parts
+    assert adapter["trainer"] - rounded["trainer"] == 800_000 * 4 - int(800_000 * (0.5 + 1 / 64 + 1 / 4096))
+    assert {name: n for name, n in rounded.items() if name != "trainer"} == {n: b for n, b in adapter.items() if n != "trainer"}
 
 
 def test_what_changed_takes_a_quarter_of_each_block_and_over_files_one_block_of_the_trainers() -> None:

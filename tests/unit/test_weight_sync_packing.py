@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import msgspec
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 from slipstream.errors import WeightSyncError
 from slipstream.protocols import Manifest
+from slipstream.tensors import LazyTensors, Made, outline
 from slipstream.types import decode, encode
 from slipstream.weight_sync.hashed_copy import CHUNK_BYTES, hashed_copy
 from slipstream.weight_sync.memory import MemoryFile
@@ -55,6 +58,30 @@ def test_layout_holds_each_storage_once():
     assert all(e.offset % ALIGNMENT == 0 for e in layout.entries) and layout.total_bytes % ALIGNMENT == 0
     ends = [e.offset + e.nbytes for e in layout.entries]
     assert all(end <= e.offset for end, e in zip(ends, layout.entries[1:], strict=False)) and ends[-1] <= layout.total_bytes
+
+
+def test_tensors_that_are_made_when_asked_for_are_made_one_at_a_time(slots) -> None:
+    """The same bytes and ties as those that are held."""
+    held = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4), "c": torch.arange(3.0), "d": torch.full((4,), 2.0)}
+    held["tied"] = held["b"]
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def made(name: str, like: torch.Tensor) -> Made:
+        def make() -> torch.Tensor:
+            assert all(made() is None for made in alive), "another one is held"
+            tensor = held[name].clone()
+            alive.append(weakref.ref(tensor))
+            return tensor
+
+        return Made(like, make)
+
+    outlines = {name: outline(held[name].shape, held[name].dtype) for name in "bd"}
+    outlines["tied"] = outlines["b"]
+    lazy = LazyTensors({name: made(name, outlines[name]) if name in outlines else tensor for name, tensor in held.items()})
+    found, expected = WeightLayout.of(lazy), WeightLayout.of(held)
+    assert encode(found.manifest(1, 0, "")) == encode(expected.manifest(1, 0, "")) and found.aliases == {"tied": "b"} and not alive
+    assert checksum(lazy) == checksum(held) == MemoryPublisher(lambda: lazy, slots).pack(0, 1, 0).checksum
+    assert len(alive) == 4
 
 
 def test_only_floating_parameters_are_cast():

@@ -187,11 +187,16 @@ def _check_adapter(config: Config, model_config: Any) -> str | None:
     from transformers import AutoModelForCausalLM
 
     from slipstream.models.lora import num_trained
+    from slipstream.models.nf4 import check_saved, num_rounded
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config)
     total = sum(p.numel() for p in model.parameters())
-    return f"adapter of rank {config.lora.rank}: {num_trained(model, config.lora):,} parameters are trained, {total:,} stay as they are"
+    words = f"adapter of rank {config.lora.rank}: {num_trained(model, config.lora):,} parameters are trained, {total:,} stay as they are"
+    if config.model.quantize is None:
+        return words
+    check_saved(model, config.lora.modules_to_save)
+    return f"{words}, {num_rounded(model):,} of them rounded to 4 bits"
 
 
 def _check_frozen_models(config: Config, found: Findings) -> None:

@@ -46,7 +46,7 @@ def find_target(args: argparse.Namespace, *, checked: bool = True) -> Target:
     """The settings (see `load_run`) and weights that the arguments mean; says so on stderr where a choice was made."""
     overrides = list(args.overrides)
     if args.model is not None:
-        overrides += ["--model.name", args.model]
+        overrides += ["--model.name", args.model, "--model.quantize", "none"]  # which is about the base of the run's adapter
     loaded = load_run(args.run, overrides, checked=checked, trains=False)
     folder = args.run[0]
     name = loaded.config.model.name

@@ -61,6 +61,6 @@ def _merged(model: Any, folder: Path) -> dict[str, Any]:
     from slipstream.models.lora import Adapter
 
     adapter = Adapter.read(model, folder)
-    weights = adapter.merged()
+    weights = dict(adapter.merged())
     adapter.remove()
     return weights

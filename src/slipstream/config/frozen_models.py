@@ -66,5 +66,9 @@ def only_teacher(config: Config, *, reward_given: bool) -> bool:
 
 
 def _settings(config: Config, name: str) -> ModelSettings:
-    """The start model of the run itself where the name is its own; a run that is resumed has the same reference as before."""
-    return config.model if name == config.model.name else config.model.model_copy(update={"name": name, "revision": None})
+    """The start model of the run itself where the name is its own; a run that is resumed has the same reference as before.
+
+    Another model is read as it is stored: `model.quantize` is about the base of the adapter.
+    """
+    other = {"name": name, "revision": None, "quantize": None}
+    return config.model if name == config.model.name else config.model.model_copy(update=other)

@@ -10,15 +10,21 @@ from slipstream.config.settings import Config, LoraSettings
 
 
 def lora_problems(config: Config) -> Iterator[Problem]:
-    """Everything about `[lora]` and `weight_sync.payload`; keys are whole, as `lora.rank`."""
-    lora, payload = config.lora, config.weight_sync.payload
+    """Everything about `[lora]`, what it lies on and `weight_sync.payload`; keys are whole, as `lora.rank`."""
+    lora, payload, quantize = config.lora, config.weight_sync.payload, config.model.quantize
     if not lora.on:
         yield from _without_rank(lora)
+        if quantize is not None:
+            reason = "rounded weights cannot be trained, an adapter beside them can"
+            yield ("model.quantize", "lora.rank"), f'quantize = "{quantize}" without an adapter: {reason}; set lora.rank, or leave it out'
         if payload == "adapter":
             yield ("weight_sync.payload", "lora.rank"), 'payload = "adapter" without an adapter; set lora.rank, or use payload = "full"'
         return
     if find_spec("peft") is None:
         yield ("lora.rank",), f"rank = {lora.rank} needs peft, which is not installed: use pip install 'slipstream[lora]'"
+    if quantize is not None and find_spec("bitsandbytes") is None:
+        remedy = "use pip install 'slipstream[qlora]', or leave it out: the adapter then lies on the weights as they are stored"
+        yield ("model.quantize",), f'quantize = "{quantize}" needs bitsandbytes, which is not installed: {remedy}'
     if lora.dropout > 0:
         reason = "rollouts of a group share their packed prompt, and fresh weights must give the sampler's very logprobs"
         yield ("lora.dropout",), f"dropout = {lora.dropout:g}: the trainer has all dropout off, because {reason}; leave it out"

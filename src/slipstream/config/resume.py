@@ -73,6 +73,7 @@ FIXED = (
     "model.name",
     "model.revision",
     "model.dtype",
+    "model.quantize",
     "model.chat_template",
     "data.train",
     "data.eval",

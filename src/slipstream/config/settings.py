@@ -40,6 +40,11 @@ class ModelSettings(Settings):
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$", description="auto | cpu | cuda[:n] | mps, for every role that sets none."
     )
+    quantize: Literal["nf4"] | None = Field(
+        default=None,
+        description="Round the linear layers, all but the output head, to 4 bits (NF4) as the model is loaded, in every role, for the "
+        "adapter of [lora] to lie on (QLoRA); the trainer keeps them so. Needs bitsandbytes.",
+    )
     chat_template: str | None = Field(default=None, description="Jinja chat template (text or file) instead of the tokenizer's own.")
 
 

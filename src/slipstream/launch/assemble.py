@@ -38,7 +38,7 @@ Load = Callable[..., tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelInfo]]
 def build_trainer(context: RunContext, slots: Sequence[MemoryFile], load: Load = load_model) -> tuple[Trainer, Publisher]:
     """The trainer at the step that the run goes on from, and what sends its weights. `slots`: see `memory.weight_slots`."""
     config = context.config
-    model, _, _ = load(config.model, device=config.trainer.device)
+    model, _, _ = load(config.model, device=config.trainer.device, keep_codes=True)
     teacher = trainer_teacher(config)
     torch.manual_seed(config.run.seed)  # a new adapter is drawn, the same whatever was loaded before
     adapter = Adapter.of(model, config.lora, config.model) if config.lora.on else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def _own_folder(child: Child, context: RunContext) -> Path:
 
 
 @contextmanager
-def _packed(base: dict[str, torch.Tensor], context: RunContext, folder: Path) -> Iterator[tuple[str, Manifest]]:
+def _packed(base: Mapping[str, torch.Tensor], context: RunContext, folder: Path) -> Iterator[tuple[str, Manifest]]:
     """Whole weights as the server may open them, for the time that it takes: a memory file, or one in `folder`."""
     if context.weights is None:
         memory = MemoryFile.create("base")

@@ -15,7 +15,8 @@ _VECTOR_FLAGS = ("avx2", "avx512f", "amx_bf16", "asimd", "sve")
 
 def numerics(config: Config) -> dict[str, str]:
     """The numerics fingerprint: equal fingerprints, settings and recorded batches give equal weights, bit for bit."""
-    adapter = {"peft": importlib.metadata.version("peft")} if config.lora.on else {}
+    libraries = ["peft"] if config.lora.on else []
+    libraries += ["bitsandbytes"] if config.model.quantize else []
     return {
         "torch": importlib.metadata.version("torch"),
         "transformers": importlib.metadata.version("transformers"),
@@ -26,7 +27,7 @@ def numerics(config: Config) -> dict[str, str]:
         "trainer_threads": str(config.trainer.threads),
         "dtype": config.model.dtype,
         "attention": "slipstream",
-        **adapter,
+        **{name: importlib.metadata.version(name) for name in libraries},
     }
 
 

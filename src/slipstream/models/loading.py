@@ -60,11 +60,12 @@ def resolve_device(name: str) -> torch.device:
 
 
 def load_model(
-    settings: ModelSettings, *, device: str | None = None, dtype: str | None = None
+    settings: ModelSettings, *, device: str | None = None, dtype: str | None = None, keep_codes: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelInfo]:
     """The model in eval mode on its device, with the shared attention function; its tokenizer; what there is to know.
 
-    `device` and `dtype` ("float32" | "bfloat16") replace those of the settings for one role. Two calls give two independent models.
+    `device` and `dtype` ("float32" | "bfloat16") replace those of the settings for one role. With `keep_codes`, layers that
+    `model.quantize` rounds stay in 4 bits; the values that are computed with are the same. Two calls give two independent models.
     ModelError with what to do for everything that cannot be used.
     """
     from transformers import AutoModelForCausalLM  # here: seconds of imports that a role with only a tokenizer does not wait for
@@ -86,10 +87,15 @@ def load_model(
     attach(model)
     model.requires_grad_(True)
     model.eval()
+    num_parameters = sum(p.numel() for p in model.parameters())
+    if settings.quantize is not None:
+        from slipstream.models.nf4 import round_layers
+
+        round_layers(model, where if keep_codes else None)
     model.to(where)  # type: ignore[arg-type]
     rows = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr, index, arg-type]
     _check_embedding(settings, tokenizer, rows)
-    return model, tokenizer, replace(info, num_parameters=sum(p.numel() for p in model.parameters()))
+    return model, tokenizer, replace(info, num_parameters=num_parameters)
 
 
 def load_tokenizer(settings: ModelSettings) -> tuple[PreTrainedTokenizerBase, ModelInfo]:
@@ -143,14 +149,14 @@ def resolve_source(settings: ModelSettings) -> Path:
 
 
 def _check_unquantised(settings: ModelSettings, config: Any) -> None:
-    """ModelError for weights that are stored quantised: nothing here trains or sends them, and an adapter's base must be known exactly."""
+    """ModelError for weights that are stored quantised, of which there are dozens of ways; `model.quantize` rounds those that are not."""
     quantised = getattr(config, "quantization_config", None)
     if quantised is None:
         return
     method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
     raise ModelError(
-        f"model '{settings.name}' is stored quantised ({getattr(method, 'value', method)}), and models are trained in float32 or bfloat16, "
-        "with a LoRA adapter too; take the unquantised model, or a GGUF file, which is dequantised"
+        f"model '{settings.name}' is stored quantised ({getattr(method, 'value', method)}), and models are read in float32 or bfloat16; "
+        'take the unquantised model, which model.quantize = "nf4" rounds to 4 bits for [lora], or a GGUF file, which is dequantised'
     )
 
 

@@ -14,7 +14,7 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,8 @@ from transformers.pytorch_utils import Conv1D
 from slipstream.checkpoint_files import fsync, write_bytes
 from slipstream.config.settings import LoraSettings, ModelSettings
 from slipstream.errors import CheckpointError, ModelError
-from slipstream.tensors import overwrite
+from slipstream.models.nf4 import base_tensors, check_saved
+from slipstream.tensors import LazyTensors, Made, outline, overwrite
 from slipstream.weight_sync.packing import OnBase, checksum
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Adapter:
         from peft import get_peft_model, get_peft_model_state_dict
 
         self.model = model
-        self.base: dict[str, Tensor] = {name: tensor.detach() for name, tensor in model.state_dict().items()}  # as before it had an adapter
+        self.base = base_tensors(model)  # as before it had an adapter
         self.config = config
         self._peft = get_peft_model(model, config)
         self.frozen = tuple(p for p in model.parameters() if not p.requires_grad)
@@ -94,20 +95,22 @@ class Adapter:
         """Within, the model is its base."""
         return self._peft.disable_adapter()
 
-    @torch.no_grad()
-    def merged(self) -> dict[str, Tensor]:
-        """Whole weights under the base's names, in its dtypes: those with an adapter are computed now, in float32; the others are the
-        base's own."""
+    def merged(self) -> LazyTensors:
+        """Whole weights under the base's names, in its dtypes: those with an adapter are computed when they are asked for, in float32; the
+        others are the base's own."""
         from peft.tuners.lora import Linear as LoraLinear
         from peft.utils.other import ModulesToSaveWrapper
 
-        out = dict(self.base)
+        out = dict(self.base.entries)
+        outlines = self.base.outlines()
         for name, module in self.model.named_modules():
             if isinstance(module, LoraLinear):
-                out[f"{name}.weight"] = _merged_weight(module, self.base[f"{name}.weight"])
+                base = f"{name}.weight"
+                like = outlines[base]
+                out[base] = Made(outline(like.shape, like.dtype), partial(_merged_weight, module, self.base, base))
             elif isinstance(module, ModulesToSaveWrapper):
                 out |= {f"{name}.{key}": tensor for key, tensor in module.modules_to_save[NAME].state_dict().items()}
-        return out
+        return LazyTensors(out)
 
     def remove(self) -> None:
         """Take peft's layers out again: the model is its base, as it was loaded."""
@@ -155,8 +158,10 @@ def write_adapter(folder: Path, config: LoraConfig, tensors: Mapping[str, Tensor
         raise OSError(f"{folder / TENSORS}: {error}") from error
 
 
-def _merged_weight(layer: LoraLinear, base: Tensor) -> Tensor:
+@torch.no_grad()
+def _merged_weight(layer: LoraLinear, tensors: LazyTensors, name: str) -> Tensor:
     """W + scale B A, with DoRA scaled to its magnitudes: computed in float32, rounded once to the base's dtype."""
+    base = tensors[name]
     weight = base.float() + layer.get_delta_weight(NAME).float()
     if layer.use_dora.get(NAME):
         magnitude = layer.lora_magnitude_vector[NAME].weight.float()
@@ -173,6 +178,8 @@ def peft_config(model: PreTrainedModel, settings: LoraSettings, base: ModelSetti
     from peft import LoraConfig
 
     targets = find_targets(model, settings)
+    if base.quantize is not None:
+        check_saved(model, settings.modules_to_save)
     named = base.name if "/" in base.name and not Path(base.name).exists() else model.config.name_or_path
     return LoraConfig(
         task_type="CAUSAL_LM",

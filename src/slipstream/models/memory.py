@@ -1,7 +1,7 @@
 """How much memory a run needs, estimated before anything is loaded. No torch: it reads config.json and safetensors headers.
 
 Trainer      weights + gradients + AdamW's two moments, + float32 master weights for a bfloat16 model, + activations of one micro-batch;
-             with an adapter, gradients and moments are the adapter's alone
+             with an adapter, gradients and moments are the adapter's alone; `model.quantize` holds its linear layers in 4 bits
 Engine       weights, on a CPU in float32 a second time as its library wants them (`products.py`) + keys and values of all slots at full
              context, up to 1 GiB of them a second time (`dense_rows.py`); and of saved states; each replica. All but the states once more
              for the copy that an evaluation pins, on one of them
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from slipstream.weight_sync.slots import slots_for
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 _FREED_MEMORY = 1.25  # what is freed is kept (on a CPU by `trainer/freed_memory.py`), and tensors of other sizes do not fill it wholly
 _PROCESS_BYTES = 500 << 20  # torch and transformers imported, allocator slack
+_NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # a code, its share of a scale in 8 bits, and of the scales' own scale
 _SERVER_BYTES = 3 << 30  # vLLM's three processes without weights, keys and values, measured: imports, compiled kernels, buffers
 _MAX_HEADER_BYTES = 100 << 20
 _DENSE_ROWS_BYTES = 1 << 30  # `dense_rows.MAX_BYTES`, which lies beside torch
@@ -56,6 +58,7 @@ class ModelSize:
     kv_width: int  # key/value heads x head size
     vocab_size: int
     context_tokens: int
+    num_linear: int = 0  # of them in the linear layers of the blocks, which `model.quantize` rounds; experts are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +117,10 @@ def memory_together(
     """The same for experiments: the base once in each role, the steps of their trainers in turns, everything else of each."""
     each = [_parts(config, size, prompt_tokens, frozen) for config in configs]
     parts = {name: sum(its.get(name, 0) for its in each) for name in dict.fromkeys(name for its in each for name in its)}
-    bases = len(configs) - 1
+    others = len(configs) - 1
     steps = [_step_bytes(config, size, prompt_tokens) for config in configs]
-    parts["engine"] -= bases * _engine_weight_bytes(configs[0], size)
-    parts["trainer"] -= bases * size.num_parameters * _ELEMENT_BYTES[configs[0].model.dtype] + sum(steps) - max(steps)
+    parts["engine"] -= others * _engine_weight_bytes(configs[0], size)
+    parts["trainer"] -= others * _base_bytes(configs[0], size) + sum(steps) - max(steps)
     parts["processes"] = max(its["processes"] for its in each)
     return _placed(configs[0], parts)
 
@@ -131,7 +134,10 @@ def _parts(config: Config, size: ModelSize, prompt_tokens: int, frozen: Mapping[
     if config.launch == "local":
         num_processes = 2 + config.engine.replicas + (1 if stage_models(config) else 0)
     return {
-        "trainer": _trainer_bytes(config, size) + _step_bytes(config, size, prompt_tokens),
+        "trainer": max(
+            _trainer_bytes(config, size) + _step_bytes(config, size, prompt_tokens),
+            size.num_parameters * _ELEMENT_BYTES[config.model.dtype],  # as it is loaded, before its layers are in 4 bits
+        ),
         "engine": _engine_bytes(config, size),
         **others,
         "weight sync": _sync_bytes(config, size),
@@ -181,9 +187,15 @@ def _trainer_bytes(config: Config, size: ModelSize) -> int:
     float32 = _ELEMENT_BYTES["float32"]
     state = float32 + 2 * float32 + (float32 if element != float32 else 0)  # gradient, two moments, master
     trained = size.num_parameters * state
-    if config.lora.on:  # float32 throughout; merged weights are made beside the base
-        trained = _adapter_parameters(config, size) * 4 * float32 + (size.num_parameters * element if config.payload == "full" else 0)
-    return size.num_parameters * element + trained
+    if config.lora.on:  # float32 throughout
+        trained = _adapter_parameters(config, size) * 4 * float32
+    return _base_bytes(config, size) + trained
+
+
+def _base_bytes(config: Config, size: ModelSize) -> int:
+    """Weights as the trainer holds them."""
+    element, packed = _ELEMENT_BYTES[config.model.dtype], size.num_linear if config.model.quantize is not None else 0
+    return (size.num_parameters - packed) * element + int(packed * _NF4_BYTES)
 
 
 def _step_bytes(config: Config, size: ModelSize, prompt_tokens: int) -> int:
@@ -304,19 +316,26 @@ def read_model_size(folder: Path) -> ModelSize:
     hidden = number("hidden_size", "n_embd", default=0)
     heads = number("num_attention_heads", "n_head", default=1)
     head_size = number("head_dim", default=hidden // heads)
+    shapes = {name: shape for file in sorted(folder.glob("*.safetensors")) for name, shape in _shapes(file).items()}
     return ModelSize(
-        num_parameters=sum(_num_elements(file) for file in sorted(folder.glob("*.safetensors"))),
+        num_parameters=sum(map(math.prod, shapes.values())),
         hidden_size=hidden,
         intermediate_size=number("intermediate_size", "n_inner", default=4 * hidden),
         num_layers=number("num_hidden_layers", "n_layer", default=1),
         kv_width=number("num_key_value_heads", default=heads) * head_size,
         vocab_size=number("vocab_size", default=0),
         context_tokens=number("max_position_embeddings", "n_positions", default=4096),
+        num_linear=sum(math.prod(shape) for name, shape in shapes.items() if _is_linear(name, shape)),
     )
 
 
-def _num_elements(file: Path) -> int:
-    """Elements of all tensors in a safetensors file, from its header: 8 bytes of length, then JSON."""
+def _is_linear(name: str, shape: Sequence[int]) -> bool:
+    """Whether it is the weight of a linear layer in a block, e.g. model.layers.3.mlp.up_proj.weight."""
+    return len(shape) == 2 and name.endswith(".weight") and any(map(str.isdecimal, name.split("."))) and "expert" not in name
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    """The shapes of all tensors in a safetensors file, from its header: 8 bytes of length, then JSON."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -325,11 +344,4 @@ def _num_elements(file: Path) -> int:
             header = json.loads(stream.read(length))
     except (OSError, ValueError, struct.error) as error:
         raise ModelError(f"{file} is not a safetensors file: {error}") from error
-    total = 0
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            count = 1
-            for extent in tensor["shape"]:
-                count *= extent
-            total += count
-    return total
+    return {name: tensor["shape"] for name, tensor in header.items() if name != "__metadata__"}

@@ -19,15 +19,17 @@ class OneBase:
 
     def __init__(self) -> None:
         self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelInfo] | None = None
-        self._asked: tuple[ModelSettings, str | None] | None = None
+        self._asked: tuple[ModelSettings, str | None, bool] | None = None
 
-    def __call__(self, settings: ModelSettings, *, device: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelInfo]:
+    def __call__(
+        self, settings: ModelSettings, *, device: str | None = None, keep_codes: bool = False
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ModelInfo]:
         from slipstream.models.loading import load_model  # here: a role's process makes one of these before its slow imports
 
         if self._loaded is None:
-            self._asked = (settings, device)
-            self._loaded = load_model(settings, device=device)
-        assert self._asked == (settings, device), "experiments have their model and its device in common"
+            self._asked = (settings, device, keep_codes)
+            self._loaded = load_model(settings, device=device, keep_codes=keep_codes)
+        assert self._asked == (settings, device, keep_codes), "experiments have their model and its device in common"
         model, tokenizer, info = self._loaded
         return over_same_tensors(model), tokenizer, info
 

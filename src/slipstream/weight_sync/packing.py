@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import WeightSyncError
 from slipstream.protocols import Manifest, ManifestEntry
-from slipstream.tensors import distinct, dtype_name, dtype_of
+from slipstream.tensors import LazyTensors, distinct, dtype_name, dtype_of
 from slipstream.weight_sync.hashed_copy import Hasher, NoHash, hashed_copy, hashed_write
 
 ALIGNMENT = 64  # bytes: `Tensor.view(dtype)` needs offsets divisible by the item size, and vector loads like cache lines
@@ -51,6 +51,7 @@ class WeightLayout:
     def of(cls, source: Source, dtype: torch.dtype | None = None) -> WeightLayout:
         """The layout of a model (or of named tensors), its floating parameters cast to `dtype`; buffers and integers keep theirs."""
         tensors = named_tensors(source)
+        tensors = tensors.outlines() if isinstance(tensors, LazyTensors) else tensors
         cast = _castable(source, tensors)
         sent, aliases = distinct(tensors)
         entries: list[ManifestEntry] = []
@@ -200,11 +201,14 @@ def whole(tensor: Tensor, entry: ManifestEntry) -> Tensor:
 # ---- pieces --------------------------------------------------------------------------------------------------------------------
 
 
-def named_tensors(source: Source) -> dict[str, Tensor]:
-    """Name -> detached tensor that shares the live memory, in a fixed order; asked for at each use, since `.to()` replaces them."""
+def named_tensors(source: Source) -> Mapping[str, Tensor]:
+    """Name -> detached tensor that shares the live memory, in a fixed order; asked for at each use, since `.to()` replaces them.
+
+    Tensors that are made when asked for are made only then.
+    """
     if not isinstance(source, nn.Module):
         tensors = source() if callable(source) else source
-        return {name: tensor.detach() for name, tensor in tensors.items()}
+        return tensors if isinstance(tensors, LazyTensors) else {name: tensor.detach() for name, tensor in tensors.items()}
     state = source.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
