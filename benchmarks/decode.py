@@ -200,15 +200,22 @@ def measure(model: PreTrainedModel, batch: int) -> Machine:
 @torch.inference_mode()
 def products_s(model: PreTrainedModel, batch: int, rounds: int = 4) -> float:
     """Seconds of all products of one pass, layer after layer as a pass meets them, so that no weight is in a cache."""
-    forms = (torch.nn.functional.linear, lambda x, w: torch.mm(w, x.t()))
+    forms: list[tuple[Callable, Callable]] = [  # what is done to a weight beforehand, and the product
+        (lambda w: w, lambda x, w, _: torch.nn.functional.linear(x, w)),
+        (lambda w: w, lambda x, w, _: torch.mm(w, x.t())),
+    ]
+    if torch.backends.mkl.is_available() and model.dtype == torch.float32:
+        pack, multiply = torch.ops.mkl._mkl_reorder_linear_weight, torch.ops.mkl._mkl_linear
+        forms.append((lambda w: pack(w.detach(), batch), lambda x, w, packed: multiply(x, packed, w, None, batch)))
     weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
     inputs = {w.shape[1]: torch.randn(batch, w.shape[1], dtype=w.dtype) for w in weights}
     best: dict[torch.Size, float] = {}  # of all products of this shape together
     for _ in range(rounds):
-        for form in forms:
+        for prepare, product in forms:
             spent: dict[torch.Size, float] = defaultdict(float)
-            for w in weights:
-                spent[w.shape] += _seconds(lambda form=form, w=w: form(inputs[w.shape[1]], w))
+            prepared = [prepare(w) for w in weights]
+            for w, given in zip(weights, prepared, strict=True):
+                spent[w.shape] += _seconds(lambda product=product, w=w, given=given: product(inputs[w.shape[1]], w, given))
             best |= {shape: min(s, best.get(shape, s)) for shape, s in spent.items()}
     return sum(best.values())
 

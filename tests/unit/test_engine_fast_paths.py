@@ -228,6 +228,15 @@ def test_new_weights_reach_packed_layers() -> None:
 
 
 @packs
+def test_checking_bits_draws_nothing() -> None:
+    """A checkpoint stores the state of torch's generator."""
+    products_module._same_bits.cache_clear()
+    before = torch.get_rng_state()
+    assert products_module._same_bits(32, 48, torch.get_num_threads())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@packs
 def test_where_bits_differ_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products_module, "_multiply", lambda rows, packed, linear: products_module._turned(rows, linear) + 1e-7)
     products_module._same_bits.cache_clear()

@@ -23,6 +23,7 @@ from slipstream.models.tiny import TinyRecipe, make_model, make_tokenizer
 
 SIZE = ModelSize(
     num_parameters=1_000_000,
+    num_linear=500_000,
     hidden_size=100,
     intermediate_size=400,
     num_layers=2,
@@ -30,6 +31,7 @@ SIZE = ModelSize(
     vocab_size=1000,
     context_tokens=64,
 )
+PACKED = 4 * (500_000 + 1000 * 100)  # linear layers and head, a second time
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def test_parts_of_a_float32_run():
     )
     parts = memory_need(config, SIZE, prompt_tokens=30).parts
     kv = 2 * 8 * 64 * 2 * 50 * 4  # keys and values, slots, context, layers, width, bytes
-    assert parts["engine"] == 2 * 2 * (4_000_000 + kv)  # live and pinned; weights plain and packed; in blocks, and in one piece
+    assert parts["engine"] == 2 * (4_000_000 + PACKED + 2 * kv)  # live and pinned; keys and values in blocks, and in one piece
     assert parts["weight sync"] == 3 * 4_000_000
     tokens = 3 * (30 + 2 * 10)
     activations = tokens * 2 * (10 * 100 + 4 * 50 + 4 * 400) * 4
@@ -77,7 +79,7 @@ def test_saved_states_count_where_interrupts_make_them(saved, sequences):
 
 def test_a_server_holds_no_pinned_copy_and_has_processes_of_its_own():
     plain = Config(data=DataSettings(eval=None), engine=EngineSettings(slots=8, type="vllm"))
-    assert memory_need(plain, SIZE).parts["engine"] == 2 * 4_000_000 + 8 * 2 * 64 * 2 * 50 * 4 + (3 << 30)
+    assert memory_need(plain, SIZE).parts["engine"] == 2 * 4_000_000 + (8 + 1) * 2 * 64 * 2 * 50 * 4 + (3 << 30)
     adapters = plain.model_copy(update={"lora": LoraSettings(rank=4), "weight_sync": WeightSyncSettings(payload="adapter")})
     sent = memory_need(adapters, SIZE).parts["weight sync"] // 3
     more = memory_need(adapters, SIZE).parts["engine"] - memory_need(plain, SIZE).parts["engine"]
@@ -89,8 +91,8 @@ def test_a_server_holds_no_pinned_copy_and_has_processes_of_its_own():
 def test_weights_are_packed_up_to_a_bound(monkeypatch):
     config = Config(data=DataSettings(eval=None), engine=EngineSettings(slots=8))
     packed = memory_need(config, SIZE).parts["engine"]
-    monkeypatch.setattr(memory, "_PACKED_BYTES", 3_999_999)
-    assert packed - memory_need(config, SIZE).parts["engine"] == 4_000_000
+    monkeypatch.setattr(memory, "_PACKED_BYTES", PACKED - 1)
+    assert packed - memory_need(config, SIZE).parts["engine"] == PACKED
 
 
 def test_bfloat16_adds_masters_and_halves_the_rest():
@@ -155,7 +157,7 @@ def test_gradient_checkpointing_needs_less():
 def test_a_gpu_takes_its_parts_off_main_memory():
     here = memory_need(Config(model=ModelSettings(device="cpu")), SIZE)
     there = memory_need(Config(model=ModelSettings(device="cuda:0")), SIZE)
-    assert here.parts["engine"] - there.parts["engine"] == 4_000_000, "no GPU packs weights"
+    assert here.parts["engine"] - there.parts["engine"] == PACKED, "no GPU packs weights"
     assert here.parts | {"engine": 0} == there.parts | {"engine": 0}
     assert here.host_bytes == here.total_bytes
     assert there.host_bytes == there.parts["weight sync"] + there.parts["processes"]

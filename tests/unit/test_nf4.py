@@ -198,3 +198,8 @@ def test_experts_are_not_rounded() -> None:
     round_layers(model)
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {f"{name}.weight" for name in find_targets(model, LoraSettings(rank=1))} and len(changed) == 2 * 4
+
+
+def test_codes_stay_on_devices_that_bitsandbytes_knows() -> None:
+    with pytest.raises(ModelError, match="not on mps; set trainer"):
+        round_layers(tiny_model(), torch.device("mps"))

@@ -81,7 +81,7 @@ def test_memory_and_cores_of_the_cpu_build(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     variables = SPEC.variables(environment())
-    assert variables["VLLM_CPU_KVCACHE_SPACE"] == "4" and variables["VLLM_SERVER_DEV_MODE"] == "1"  # 1 MiB x 128 x 32
+    assert variables["VLLM_CPU_KVCACHE_SPACE"] == "5" and variables["VLLM_SERVER_DEV_MODE"] == "1"  # 1 MiB x 128 x 33
     assert int(variables["VLLM_CPU_OMP_THREADS_BIND"]) in os.sched_getaffinity(0)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     assert SPEC.variables(environment())["VLLM_CPU_KVCACHE_SPACE"] == "1", "a person's own value is kept"

@@ -244,8 +244,8 @@ def _engine_bytes(config: Config, size: ModelSize) -> int:
     saves = (config.rollout.interrupt, config.rollout.kv) == ("abort_resume", "keep")
     saved = min(config.engine.saved_states * sequence, config.engine.saved_mib << 20) if saves else 0
     running = config.engine.slots * sequence
-    if config.engine.type == "vllm":  # one copy of the weights, evaluated as it is; an update holds a second one
-        server = 2 * size.num_parameters * element + running + _SERVER_BYTES
+    if config.engine.type == "vllm":  # one copy of the weights, evaluated as it is; an update holds a second one, and is probed
+        server = 2 * size.num_parameters * element + running + sequence + _SERVER_BYTES
         if config.payload == "adapter":  # it is given its base by the driver, out of a model and a packed block; holds adapters twice
             server += 2 * size.num_parameters * element + 2 * adapter_places(config) * _sent_bytes(config, size)
         return 0 if config.engine.urls else config.engine.replicas * server
@@ -254,10 +254,12 @@ def _engine_bytes(config: Config, size: ModelSize) -> int:
 
 
 def _engine_weight_bytes(config: Config, size: ModelSize) -> int:
-    """One set of weights in the embedded engine: plain, and packed where that is done."""
-    plain = size.num_parameters * _ELEMENT_BYTES[config.model.dtype]
+    """One set of weights in the embedded engine: plain, and linear layers and head packed where that is done."""
+    element = _ELEMENT_BYTES[config.model.dtype]
+    packed = (size.num_linear + size.vocab_size * size.hidden_size) * element
     on_host = _on_host(config.engine.device or config.model.device)
-    return plain * 2 if on_host and config.model.dtype == "float32" and plain <= _PACKED_BYTES else plain
+    packs = on_host and config.model.dtype == "float32" and packed <= _PACKED_BYTES
+    return size.num_parameters * element + (packed if packs else 0)
 
 
 def _context(config: Config, size: ModelSize) -> int:

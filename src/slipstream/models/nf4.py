@@ -2,8 +2,8 @@
 
     W  ──►  a code of 4 bits each; for every 64 of them a scale, itself in 8 bits  ──►  W', in the model's dtype: what is computed with
 
-Every role rounds (`round_layers`), so every role has the same base, bit for bit; only the trainer keeps the codes and makes W' for each
-product anew. Rounding is done on the CPU, wherever the model computes, and once: rounding W' again would move it.
+Every role rounds (`round_layers`), so every role has the same base, on CPUs bit for bit; only the trainer keeps the codes and makes W' for
+each product anew. Rounding is done on the CPU, wherever the model computes, and once: rounding W' again would move it.
 
 Not bitsandbytes' own `Linear4bit`: with a model in eval mode and no gradient, on a CPU that has bfloat16 instructions, it packs its weights
 for a bfloat16 kernel, computes float32 with it as well, and from then on silently gives no gradient.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 BLOCK = 64  # codes that share a scale
 
 # It says so at its import, by peft or by us, of a kernel that nothing here uses.
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda r: not r.msg.startswith("Failed to load CPU gemm_4bit_forward"))
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda r: not str(r.msg).startswith("Failed to load CPU gemm_4bit_forward"))
 
 
 class Nf4:
@@ -105,10 +105,15 @@ class _Product(torch.autograd.Function):
 
 @torch.no_grad()
 def round_layers(model: PreTrainedModel, codes_on: torch.device | None = None) -> None:
-    """Round the linear layers of a model that is still on the CPU, one after the other. ModelError where it has none.
+    """Round the linear layers of a model that is still on the CPU, one after the other. ModelError where it has none, or no such device can
+    make weights of codes.
 
     They hold W', or with a device for `codes_on` their codes there.
     """
+    if codes_on is not None and codes_on.type not in ("cpu", "cuda"):
+        raise ModelError(
+            f"model.quantize: bitsandbytes makes weights of codes on CPUs and CUDA devices, not on {codes_on.type}; set trainer.device"
+        )
     sharing: dict[int, list[str]] = {}  # by their tensor, which is rounded once
     for name in rounded_layers(model):
         sharing.setdefault(id(model.get_submodule(name).weight), []).append(name)

@@ -11,9 +11,10 @@ Measured on a Xeon (AVX-512, MKL 2024.2), SmolLM2-135M, a decode pass as a whole
 long as four or five passes over them, anew for every version of the weights. So each pass packs an eighth of them, until all are: the price
 is spread, and a version that is soon replaced has not cost more than it gained.
 
-Both make a row's sums independent of the number of rows from 2 rows on (`nn.Linear`: from 16 on, and in bfloat16 never), so that decode
-passes need less padding: see `probe.py`. Packed and turned give the same bits. That is checked for every shape of weight when one is packed
-first; where it does not hold, turned stays. So nothing depends on when a weight was packed.
+Turned, a row's sums do not depend on the number of rows from 2 rows on (`nn.Linear`: from 16 on, and in bfloat16 never), so that decode
+passes need less padding: see `probe.py`. Packed gives the same bits with 4 to 48 rows, where both take rows in one piece. That is checked
+for every shape of weight when one is packed first; where it does not hold (with many inputs), and with other numbers of rows, turned stays.
+So nothing depends on when a weight was packed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 _EXPANDS = 2  # more than so many times as many outputs as inputs: what follows is elementwise, and then a contracting layer
 _PASSES = 8  # over which packing is spread
 _PACKED_ROWS = range(4, 49)  # of a packed product; with fewer or more its kernels are others, with other sums
-_CHECKED_ROWS = (4, 7, 16, 32, 33, 48)
+_CHECKED_ROWS = (4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 40, 47, 48)  # kernels change at multiples of small powers of two
 PACKED_BYTES = 2 << 30  # a model whose linear layers are larger is not packed: it would take as much memory again
 
 _packs: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weight -> (its packed form, its version counter then), for all models that share it
@@ -139,7 +140,7 @@ def _multiply(rows: Tensor, packed: Tensor, linear: nn.Linear) -> Tensor:
 def _same_bits(outputs: int, inputs: int, threads: int) -> bool:
     """Whether both forms give the same bits here for a weight of this shape, with so many threads. With many inputs they do not."""
     generator = torch.Generator().manual_seed(0)
-    linear = nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
+    linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False).requires_grad_(False)  # leaves torch's own generator alone
     linear.weight.copy_(torch.randn(outputs, inputs, generator=generator))
     packed = _pack(linear.weight)
     rows = torch.randn(max(_CHECKED_ROWS), inputs, generator=generator)

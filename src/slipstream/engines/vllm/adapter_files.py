@@ -20,7 +20,7 @@ from slipstream.weight_sync.packing import OnBase
 
 class AdapterFiles:
     """`folder` is this driver's own, empty, and seen by the server under the same path. `reader`: makes what applies an offer to tensors
-    and gives the hash of what they hold then (`weight_sync.shared_memory.MemoryWeights`, `weight_sync.files.FileWeights`)."""
+    and gives the hash of what they hold then (`launch.assemble_weights.build_reader`)."""
 
     def __init__(self, adapter: Adapter, folder: Path, reader: Callable[[OnBase], Callable[[WeightsOffer], str]]):
         self._config, self._tensors = adapter.config, adapter.sent  # the model is not held

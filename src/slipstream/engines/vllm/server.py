@@ -103,7 +103,7 @@ class ServerSpec:
         if self.adapters is not None:
             own[ADAPTER_VARIABLE] = "1"
         if environment.on_cpu:
-            gib = math.ceil(self.kv_bytes_per_token * self.max_context * self.slots / 2**30)
+            gib = math.ceil(self.kv_bytes_per_token * self.max_context * (self.slots + PROBES) / 2**30)
             own["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(gib))
             own["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", _cores(self.number, self.threads))
         return own
