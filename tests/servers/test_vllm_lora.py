@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,50 +10,58 @@ import numpy as np
 import pytest
 import torch
 from vllm_server import PROMPT, VOCABULARY, LiveServer, live_server, needs_vllm, small_model
+from ways import context_of
 
-from slipstream.config.settings import LoraSettings, ModelSettings
 from slipstream.engines.frames import FrameRouter
 from slipstream.engines.interrupts import InterruptPolicy
 from slipstream.engines.vllm.adapter_engine import AdapterEngine
-from slipstream.engines.vllm.adapter_files import AdapterFiles
-from slipstream.engines.vllm.adapters import ServerAdapters
-from slipstream.engines.vllm.labels import BASE, adapter_name
+from slipstream.engines.vllm.labels import adapter_name
 from slipstream.engines.vllm.server import MODEL, AdapterRoom
 from slipstream.engines.vllm.weights import ServerWeights
 from slipstream.errors import WeightSyncError
+from slipstream.launch.assemble_adapters import give_base
+from slipstream.launch.assemble_weights import build_publisher
+from slipstream.launch.page import NullProgress
+from slipstream.launch.processes import Child, ChildSpec
+from slipstream.models.loading import load_model
 from slipstream.models.lora import Adapter
+from slipstream.models.tiny import make_tokenizer
 from slipstream.protocols import Generation, WeightsOffer
 from slipstream.trainer.probe import ProbedPublisher
 from slipstream.types import GenerateRequest, Purpose, Sampling, StopReason
 from slipstream.weight_sync.memory import MemoryFile
-from slipstream.weight_sync.shared_memory import MemoryPublisher, MemoryWeights
 
 pytestmark = needs_vllm
 PLACES = 3
-LAYERS = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+ROOM = AdapterRoom(PLACES, 3, ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"))
 LORA = {"rank": 3, "alpha": 12.0}
 
 
 class Adapters:
-    """The trainer's side, with an adapter of these settings, and the driver's, over a server that has the base."""
+    """The trainer's side, with an adapter of these settings, and the driver's, as a run builds them; the server is given the base."""
 
-    def __init__(self, live: LiveServer, folder: Path, policy: InterruptPolicy, **lora: object):
-        self.live = live
-        settings, slots = LoraSettings.model_validate(LORA | lora), [MemoryFile.create("adapter")]
-        model = ModelSettings(name=str(live.folder))
-        self.trainer = Adapter.of(live.model, settings, model)  # in place; `close` takes it out again
-        self.publisher = ProbedPublisher(MemoryPublisher(self.trainer.sent, slots), live.model)
-        own = Adapter.of(small_model("qwen3", tie_word_embeddings=True), settings, model)
+    def __init__(
+        self, live: LiveServer, folder: Path, policy: InterruptPolicy, transport: str = "shared_memory", quantize: str | None = None,
+        **lora: object,
+    ):  # fmt: skip
+        folder.mkdir()
+        make_tokenizer().save_pretrained(live.folder)
+        base = {"name": str(live.folder), "quantize": quantize}
+        context = context_of(folder, transport, "adapter", model=base, lora=LORA | lora)
+        slots = [MemoryFile.create("adapter")] if transport == "shared_memory" else []
+        model, _, _ = load_model(context.config.model, device="cpu", keep_codes=True)
+        self.live, self.trainer = live, Adapter.of(model, context.config.lora, context.config.model)
+        self.publisher = ProbedPublisher(build_publisher(context, model, self.trainer, slots), model)
         self.engine = AdapterEngine(
             live.client, engine_id="engine-0", model=MODEL, slots=4, max_context=128, vocab_size=VOCABULARY, policy=policy, places=PLACES
         )
-        folder.mkdir()
-        files = AdapterFiles(own, folder, lambda tensors: MemoryWeights(tensors, slots))
-        self.ways = ServerAdapters(self.engine, live.client, ServerWeights(live.client, MODEL, VOCABULARY), files)
+        spec = ChildSpec(role="engine-0", roles=(), run_folder=str(folder), threads=1, socket_folder=str(folder), lifeline=-1, page=-1)
+        weights = ServerWeights(live.client, MODEL, VOCABULARY)
+        self.ways = live.run(give_base(Child(spec, NullProgress(), slots), context, self.engine, live.client, weights))
 
     def close(self) -> None:
         self.live.run(self.engine.close())
-        self.trainer.remove()
+        self.publisher.close()
 
     @torch.no_grad()
     def move(self) -> None:
@@ -77,33 +84,33 @@ class Adapters:
 
     def peft(self, tokens: list[int], prompt: list[int] | None = None) -> list[float]:
         """Logprobs of the tokens after the prompt, by the merged weights in transformers."""
-        live, prompt = self.live, PROMPT if prompt is None else prompt
+        prompt = PROMPT if prompt is None else prompt
         plain = small_model("qwen3", tie_word_embeddings=True).eval()
         plain.load_state_dict(self.trainer.merged())
         plain.set_attn_implementation("eager")
         with torch.no_grad():
             logits = plain(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        assert live.model is not plain
         return torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveServer]:
-    """With its base, of a tied head."""
-    with live_server(small_model("qwen3", tie_word_embeddings=True), room=AdapterRoom(PLACES, 3, LAYERS)) as live:
-        manifest = live.pack()
-        path = f"/proc/{os.getpid()}/fd/{live.slot.fileno()}"
-        assert live.run(live.weights.update(path, manifest, recompute=True, label=BASE)) == manifest.checksum
+    """A tied head."""
+    with live_server(small_model("qwen3", tie_word_embeddings=True), room=ROOM) as live:
         yield live
 
 
 @pytest.mark.parametrize(
-    "lora", [{}, {"rank": 1, "rslora": True}, {"targets": ["q_proj", "down_proj"]}], ids=["all linear", "rank 1, rslora", "two layers"]
+    "options",
+    [{}, {"rank": 1, "rslora": True}, {"targets": ["q_proj", "down_proj"]}, {"transport": "collective"}],
+    ids=["all linear", "rank 1, rslora", "two layers", "messages"],
 )
-def test_every_version_is_what_peft_computes_beside_those_before(live: LiveServer, tmp_path: Path, lora: dict) -> None:
+def test_every_version_is_what_peft_computes_beside_those_before(live: LiveServer, tmp_path: Path, options: dict) -> None:
+    check_versions(live, Adapters(live, tmp_path / "adapters", InterruptPolicy("drain"), **options))
+
+
+def check_versions(live: LiveServer, adapters: Adapters) -> None:
     """The first one is the base itself; perturbed and reverted, the tokens and logprobs are those of before."""
-    adapters = Adapters(live, tmp_path / "adapters", InterruptPolicy("drain"), **lora)
-    live.run(adapters.ways.clear())
     try:
         base = live.greedy(PROMPT)
         said = []
@@ -186,16 +193,14 @@ async def _frames(engine: AdapterEngine, router: FrameRouter) -> None:
 
 
 def test_what_is_refused_leaves_the_server_what_it_has(live: LiveServer, tmp_path: Path) -> None:
+    larger = Adapters(live, tmp_path / "larger", InterruptPolicy("drain"), rank=9)  # there is room for 8
     adapters = Adapters(live, tmp_path / "adapters", InterruptPolicy("drain"))
     try:
         adapters.move()
         before = live.greedy(PROMPT, model=(name := adapters.sync()))
-    finally:
-        adapters.close()
-    larger = Adapters(live, tmp_path / "larger", InterruptPolicy("drain"), rank=9)  # there is room for 8
-    try:
         with pytest.raises(WeightSyncError, match=r"the server refuses adapter .*rank"):
             larger.sync()
     finally:
+        adapters.close()
         larger.close()
     assert live.greedy(PROMPT, model=name) == before

@@ -82,10 +82,10 @@ class LiveServer:
 
     def __init__(
         self, runner: asyncio.Runner, model: PreTrainedModel, folder: Path, private: Path, dtype: torch.dtype, room: AdapterRoom | None,
-        extra: tuple[str, ...], kind: type[VllmEnvironment],
+        extra: tuple[str, ...], kind: type[VllmEnvironment], transfer: str,
     ):  # fmt: skip
         self._runner, self.folder, self.private, self.dtype, self.room = runner, folder, private, dtype, room
-        self._extra, self._kind = extra, kind
+        self._extra, self._kind, self._transfer = extra, kind, transfer
         self.model = model.eval()
         attach(model)
         self.slot = MemoryFile.create("test")
@@ -96,7 +96,7 @@ class LiveServer:
         """A model's own sampling settings mean nothing to the route that is used: with these, what is sampled would be another thing."""
         spec = ServerSpec(
             engine_id="engine-0", model=self.folder, dtype=str(self.dtype).removeprefix("torch."), max_context=128, slots=8, threads=1,
-            number=0, seed=1, kv_bytes_per_token=1 << 13, transfer="slipstream_shared_memory", adapters=self.room,
+            number=0, seed=1, kv_bytes_per_token=1 << 13, transfer=self._transfer, adapters=self.room,
             max_logprobs=VOCABULARY,
             extra=("--override-generation-config", '{"top_k": 1, "temperature": 0.1, "repetition_penalty": 2.0}', *self._extra),
         )  # fmt: skip
@@ -163,13 +163,13 @@ class LiveServer:
 @contextmanager
 def live_server(
     model: PreTrainedModel, dtype: torch.dtype = torch.float32, room: AdapterRoom | None = None, extra: tuple[str, ...] = (),
-    kind: type[VllmEnvironment] = VllmEnvironment,
+    kind: type[VllmEnvironment] = VllmEnvironment, transfer: str = "slipstream_shared_memory",
 ) -> Iterator[LiveServer]:  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         path, private = Path(folder) / "model", Path(folder) / "private"
         private.mkdir(mode=0o700)
         model.save_pretrained(path)
-        live = LiveServer(runner, model, path, private, dtype, room, extra, kind)
+        live = LiveServer(runner, model, path, private, dtype, room, extra, kind, transfer)
         runner.run(live.start())
         try:
             yield live

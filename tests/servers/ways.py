@@ -1,4 +1,4 @@
-"""Weights of a live server's model over a transport and a payload that the server cannot read itself: through the driver's copy."""
+"""Weights of a live server's model over the transports and payloads of runs: files, and what comes through the driver's copy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
-from vllm_server import LiveServer
+from vllm_server import PROMPT, LiveServer
 
+from slipstream.config.arithmetic import drivers_copy
 from slipstream.config.settings import Config
 from slipstream.engines.vllm.driver_copy import CopiedWeights, DriverCopy
 from slipstream.engines.vllm.engine import VllmEngine
@@ -38,7 +39,8 @@ class Way:
     """Both ends, chosen as a run chooses them."""
 
     def __init__(self, live: LiveServer, context: RunContext, slots: list):
-        self._live, self._num_slots, self._readers = live, num_weight_slots(context.config), list[Reader]()
+        self.live, self._context, self._readers = live, context, list[Reader]()
+        self._num_slots = num_weight_slots(context.config)
         self._publisher = ProbedPublisher(build_publisher(context, live.model, None, slots), live.model)
 
         def reader(own: Source) -> Reader:
@@ -49,33 +51,57 @@ class Way:
 
     def offer(self) -> WeightsOffer:
         """The model as it is now."""
-        self._live.version += 1
-        slot = self._live.version % self._num_slots
-        return WeightsOffer(slot=slot, manifest=self._publisher.pack(slot, 1, self._live.version))
+        self.live.version += 1
+        slot = self.live.version % self._num_slots
+        return WeightsOffer(slot=slot, manifest=self._publisher.pack(slot, 1, self.live.version))
 
     def sync(self) -> WeightsOffer:
         """Give it to the server, and have it probed."""
-        offer, live = self.offer(), self._live
-        assert self.copy.update(offer) == ""
-        assert live.run(live.weights.update(self.copy.path, offer.manifest, recompute=False)) == offer.manifest.checksum
+        offer, live = self.offer(), self.live
+        if drivers_copy(self._context.config):
+            assert self.copy.update(offer) == ""
+            path = self.copy.path
+        else:
+            path = str(self._context.weights.file(1, live.version))
+        assert live.run(live.weights.update(path, offer.manifest, recompute=False)) == offer.manifest.checksum
         live.run(live.weights.probe(offer.manifest))
         return offer
 
     def weights(self, engine: VllmEngine) -> CopiedWeights:
-        return CopiedWeights(engine, ServerWeights(self._live.client, MODEL, self._live.model.config.vocab_size), self.copy)
+        return CopiedWeights(engine, ServerWeights(self.live.client, MODEL, self.live.model.config.vocab_size), self.copy)
 
     def close(self) -> None:
         for each in (*self._readers, self._publisher):
             each.close()
 
 
-@contextmanager
-def way_to(live: LiveServer, transport: str, payload: str, folder: Path) -> Iterator[Way]:
-    dtype = str(live.dtype).removeprefix("torch.")
-    settings = {"engine": {"type": "vllm"}, "model": {"dtype": dtype}, "weight_sync": {"transport": transport, "payload": payload}}
+def context_of(folder: Path, transport: str, payload: str, **tables: dict) -> RunContext:
+    """Of a run whose weights travel so."""
+    settings = {"engine": {"type": "vllm"}, "weight_sync": {"transport": transport, "payload": payload}, **tables}
     context = RunContext(Config.model_validate(settings), folder, folder, 1, 0, run_id="run-a", sockets=str(folder))
     if context.weights is not None:
         context.weights.prepare()
+    return context
+
+
+def check_perturb_and_revert(through: Way) -> WeightsOffer:
+    """Greedy output is that of the weights, and at the end the one of before; what was offered in between."""
+    through.sync()
+    live = through.live
+    before, saved = live.greedy(PROMPT), {name: value.clone() for name, value in live.model.state_dict().items()}
+    perturb_some(live.model)
+    offer = through.sync()
+    live.check_same_as_transformers()
+    assert live.greedy(PROMPT) != before
+    live.model.load_state_dict(saved)
+    through.sync()
+    assert live.greedy(PROMPT) == before
+    return offer
+
+
+@contextmanager
+def way_to(live: LiveServer, transport: str, payload: str, folder: Path) -> Iterator[Way]:
+    context = context_of(folder, transport, payload, model={"dtype": str(live.dtype).removeprefix("torch.")})
     with weight_slots(transport, num_weight_slots(context.config)) as slots:
         way = Way(live, context, slots)
         try:
