@@ -22,7 +22,7 @@ help:
 	@echo "make vllm-test    the tests against a real vLLM server (9 minutes); SLIPSTREAM_VLLM_PYTHON names another environment"
 	@echo "make vllm-core    the few of them that continuous integration runs"
 	@echo "make test         lint, then all tests"
-	@echo "make bench        every benchmark in its short form, about 15 minutes; BENCH_PEERS=1 adds those against other libraries"
+	@echo "make bench        the benchmarks of speed in their short form, about 15 minutes; BENCH_PEERS=1 adds other libraries, then under 30"
 	@echo "make lint         ruff alone"
 	@echo "make venv         only set up $(VENV); PYTHON=python3.12 chooses another Python"
 

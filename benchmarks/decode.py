@@ -122,13 +122,14 @@ def main_table(report: Report, models: Models, mean: int, options: argparse.Name
 
 
 def measured(ways: Sequence[Way], work: Work, rounds: int) -> dict[str, list[float]]:
-    """Useful tokens per second of each way, round by round, after a short warm-up; what comes out is counted."""
+    """Useful tokens per second of each way, round by round, each with prompts of its own, after a short warm-up; what comes out is counted."""
     warm = make_work("warm-up", [2] * min(work.num_requests, BATCH), VOCABULARY)
     rates: dict[str, list[float]] = {way.name: [] for way in ways}
 
     def once(way: Way) -> None:
+        asked = work.with_other_prompts(len(rates[way.name]), VOCABULARY)
         began = time.perf_counter()
-        lengths = tuple(map(len, way.run(work)))
+        lengths = tuple(map(len, way.run(asked)))
         rates[way.name].append(work.num_tokens / (time.perf_counter() - began))
         if lengths != work.lengths:
             raise RuntimeError(f"{way.name} made {sum(lengths)} tokens in place of {work.num_tokens}")

@@ -5,6 +5,7 @@ Shapes: N = requests, B = sequences that decode at a time (rows of a pass).
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,10 +35,14 @@ class Work:
     def prompt(self, request: int) -> tuple[int, ...]:
         return self.prompts[request // GROUP]
 
+    def with_other_prompts(self, round_number: int, vocabulary: int) -> Work:
+        """The same for another round: a prompt that comes again may be in somebody's cache."""
+        return make_work(self.name, self.lengths, vocabulary, round_number)
 
-def make_work(name: str, lengths: Sequence[int], vocabulary: int, seed: int = 0) -> Work:
+
+def make_work(name: str, lengths: Sequence[int], vocabulary: int, round_number: int = 0) -> Work:
     """Random prompts of PROMPT_TOKENS tokens for these lengths: what a prompt says costs nothing and saves nothing."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng([zlib.crc32(name.encode()), round_number])
     num_groups = -(-len(lengths) // GROUP)
     prompts = rng.integers(vocabulary // 10, vocabulary, size=(num_groups, PROMPT_TOKENS))  # special tokens come first
     return Work(name, tuple(tuple(p) for p in prompts.tolist()), tuple(lengths))

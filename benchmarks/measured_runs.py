@@ -145,12 +145,15 @@ class Meter:
 
     def pace(self, controller: Controller, spec: Spec) -> None:
         """Tokens are committed within COMMIT_WITHIN_S, and the virtual clock of `Groups` runs far ahead of the real one: what its second
-        brings would share a commit with many more. So a commit is made after as many calls as fall due in one of its seconds."""
-        progress, calls = controller.progress, 0
+        brings would share a commit with many more. So a commit is made after as many calls as fall due in one of its seconds. Any other
+        commit, such as a finished group's, takes what there is with it, and the time begins anew."""
+        progress, calls, seen = controller.progress, 0, 0
         per_second = calls_per_second(spec) * COMMIT_WITHIN_S
 
         async def paced(chunks: list[SealedChunk]) -> None:
-            nonlocal calls
+            nonlocal calls, seen
+            if self.num_commits != seen:
+                calls, seen = 0, self.num_commits
             await progress(chunks)
             calls += 1
             if calls >= per_second:

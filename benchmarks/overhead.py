@@ -17,7 +17,8 @@ the first draw to the finished step: also batches, versions, metric lines, commi
 environments, models. Wall-clock is printed beside it; it is mostly the disk's, because a commit waits for the disk.
 
 The bound is what it takes to put the same bytes into the same SQLite file and no more: per group one row of b1 bytes and its chunks in
-nine rows, encoded ahead, with 64 groups to a commit:      floor = time to insert and commit / rollouts.
+nine rows, encoded ahead, with 64 groups to a commit:      floor = time to insert and commit / rollouts. Beside a figure stands the floor
+with the CPU time of as many commits of one small row as there were:                   bound = floor + commits per rollout x one commit.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def tokenizer_us() -> float:
 # ---- the report ----------------------------------------------------------------------------------------------------------------------
 
 
-def rows_of(table: Table, costs: dict[tuple[str, str, int], list[Cost]], way: str, launch: str) -> None:
+def rows_of(table: Table, costs: dict[tuple[str, str, int], list[Cost]], way: str, launch: str, bounds: dict[str, float]) -> None:
     """One row per level that was measured."""
     roles = ("controller",) if launch == "one" else ("controller", "trainer", "rollout", "engine")
     for level in LEVELS:
@@ -153,10 +154,12 @@ def rows_of(table: Table, costs: dict[tuple[str, str, int], list[Cost]], way: st
             continue
         middle = sorted(found, key=lambda cost: cost.cost_us)[len(found) // 2]
         parts = [f"{middle.per_rollout_us(middle.cpu_s[role]):.0f}" for role in roles] if launch == "local" else []
+        bound = bounds["floor_us"] + middle.num_commits / middle.num_rollouts * bounds["commit_cpu_us"]
         table.rows.append(
             (
                 f"{level:,}",
                 spread([cost.cost_us for cost in found]),
+                f"{bound:.0f}",
                 *parts,
                 f"{middle.per_rollout_us(middle.stand_in_s):.0f}",
                 f"{middle.num_commits / middle.num_rollouts:.3f}",
@@ -167,7 +170,7 @@ def rows_of(table: Table, costs: dict[tuple[str, str, int], list[Cost]], way: st
         )
 
 
-def cost_tables(report: Report, costs: dict[tuple[str, str, int], list[Cost]]) -> None:
+def cost_tables(report: Report, costs: dict[tuple[str, str, int], list[Cost]], bounds: dict[str, float]) -> None:
     ends = ("stand-ins, taken off", "commits", "CPU in commits", "wall", "of it in commits")
     roles = ("controller", "trainer", "worker", "engine")
     titles = {
@@ -177,8 +180,8 @@ def cost_tables(report: Report, costs: dict[tuple[str, str, int], list[Cost]]) -
         ("worker", "local"): "The same through the local launcher's sockets, µs per rollout",
     }
     for (way, launch), title in titles.items():
-        columns = ("in flight", "cost", *(roles if launch == "local" else ()), *ends)
-        rows_of(report.table(title, columns), costs, way, launch)
+        columns = ("in flight", "cost", "bound", *(roles if launch == "local" else ()), *ends)
+        rows_of(report.table(title, columns), costs, way, launch, bounds)
 
 
 def memory_table(report: Report, costs: dict[tuple[str, str, int], list[Cost]]) -> None:
@@ -209,7 +212,7 @@ def targets(report: Report, costs: dict[tuple[str, str, int], list[Cost]]) -> No
         report.at_most(f"{what}: highest cost over lowest", [max(levels) / min(levels) for levels in rounds], FLAT)
 
 
-def bounds_table(report: Report, folder: str) -> None:
+def bounds_table(report: Report, folder: str) -> dict[str, float]:
     floor, num_bytes = floor_us(folder)
     cpu, wall = disk_commit_us(folder)
     table = report.table("What bounds it", ("", "µs"))
@@ -223,7 +226,9 @@ def bounds_table(report: Report, folder: str) -> None:
         f"The ledger lies on {file_system(Path(folder).resolve())}. With few rollouts in flight few of them share a commit, a call, a turn "
         "of the event loop, and the fixed cost of a step, which then has a single group."
     )
-    report.data["bounds"] = {"floor_us": floor, "bytes_per_rollout": num_bytes, "commit_cpu_us": cpu, "commit_wall_us": wall}
+    bounds = {"floor_us": floor, "bytes_per_rollout": num_bytes, "commit_cpu_us": cpu, "commit_wall_us": wall}
+    report.data["bounds"] = bounds
+    return bounds
 
 
 def main() -> None:
@@ -231,9 +236,9 @@ def main() -> None:
         parser.add_argument("--folder", default=tempfile.gettempdir(), help="where the run folders are made: their disk is measured too")
 
     report, options = start("overhead", __doc__.splitlines()[0], more)
-    bounds_table(report, options.folder)
+    bounds = bounds_table(report, options.folder)
     costs = run_all(options.short, options.folder)
-    cost_tables(report, costs)
+    cost_tables(report, costs, bounds)
     memory_table(report, costs)
     targets(report, costs)
     report.data["costs"] = {f"{way} {launch} {level}": [asdict(c) for c in found] for (way, launch, level), found in costs.items()}

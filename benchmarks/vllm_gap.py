@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 from slipstream.config.settings import ModelSettings
 from slipstream.engines.vllm.client import Client
 from slipstream.engines.vllm.environment import find_environment
+from slipstream.engines.vllm.labels import Labels
 from slipstream.engines.vllm.server import MODEL, Server, ServerSpec
 from slipstream.engines.vllm.weights import ServerWeights
 from slipstream.models.head import base_model, head_logits
@@ -119,13 +120,14 @@ async def measure(
         client = Client(f"unix:{server.socket}")
         try:
             await server.until_healthy(client, START_S)
-            weights = ServerWeights(client, MODEL, model.config.vocab_size)
+            labels = Labels("gap", spec.engine_id)
+            weights = ServerWeights(client, MODEL, model.config.vocab_size, labels)
             for version in range(VERSIONS[options.short] + 1):
                 manifest = publisher.pack(0, 1, version)
                 await weights.update(f"/proc/{os.getpid()}/fd/{slot.fileno()}", manifest, recompute=False, paused=lambda: None)
                 if version % EVERY == 0:
                     reading = await weights.probe(manifest)
-                    sampled = await sample(client, prompts, stops, f"1.{version}")
+                    sampled = await sample(client, prompts, stops, labels.of((1, version)))
                     exact.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
                     ours = gaps(np.concatenate([s[2] for s in sampled]), logprobs(model, sampled), logprobs(exact, sampled))
                     looks.append({"version": version, "probe": reading.distance, "shift": reading.shift, **ours})

@@ -21,8 +21,10 @@ slipstream runs its local launcher, with an engine process that asks the server 
 rollout was asked for.
 
 A side is watched for the same number of seconds from its first request on. Trained samples are those of the steps that ended by then; of
-the samples that the server has answered, those neither trained nor dropped are listed apart, as waiting. The bound is the slower side's
-speed: the trainer's batch per 0.2 s, or the rollouts in flight per mean time.
+the samples that the server has answered, those neither trained nor dropped are listed apart, as waiting, and so are requests that it was
+still answering, as running. A request that is given up before its answer (ready first does that) has cost the server its time: it counts as
+generated in the trained share, and the share of the server's time is printed beside that of samples. The bound is the slower side's speed:
+the trainer's batch per 0.2 s, or the rollouts in flight per mean time. One window per side and speed: no spread is known.
 """
 
 from __future__ import annotations
@@ -68,6 +70,9 @@ class Outcome:
     trained: int
     dropped: int  # too old, dropped or masked
     answered: int  # by the server
+    cut_off: int  # requests that were given up before their answer
+    wasted_time: float  # share of the server's time that went into those, of what it ended
+    running: int  # requests that had no answer when the time was up
     most_running: int
 
     @property
@@ -76,8 +81,8 @@ class Outcome:
 
     @property
     def trained_share(self) -> float:
-        """Of those that are no longer waiting."""
-        return self.trained / max(1, self.trained + self.dropped)
+        """Of those whose fate is known."""
+        return self.trained / max(1, self.trained + self.dropped + self.cut_off)
 
     @property
     def waiting(self) -> int:
@@ -152,7 +157,10 @@ def _outcome(side: str, steps: list[dict[str, Any]], log: dict[str, Any]) -> Out
         trained = sum(s["num_loss_tokens"] for s in steps) // NEW_TOKENS
         wasted = sum(value for s in steps for name, value in s.items() if name.startswith("wasted_tokens/"))
         dropped = (wasted + sum(s["masked_stale_tokens"] for s in steps)) // NEW_TOKENS
-    return Outcome(log["since_first_s"], len(steps), trained, dropped, log["finished"], log["most_running"])
+    wasted_time = log["cut_off_s"] / max(1e-9, log["cut_off_s"] + log["latency_s"])
+    return Outcome(
+        log["since_first_s"], len(steps), trained, dropped, log["finished"], log["cut_off"], wasted_time, log["running"], log["most_running"]
+    )
 
 
 def _trl(folder: Path, url: str, python: Path) -> Program:
@@ -226,17 +234,22 @@ def tell(report: Report, outcomes: dict[float, dict[str, Outcome]]) -> None:
         ("speed", "mean latency s", "bound", *SIDES, "shipped / trl", "ready first / trl"),
     )
     shares = report.table(
-        "What became of the samples that the server answered",
-        ("speed", "side", "answered", "trained", "too old", "waiting", "trained share", "most in flight"),
-        "Trained share: of those that are no longer waiting. Waiting, at the end: in a queue, or in a group that is not whole.",
+        "What became of the samples that were asked for",
+        (
+            *("speed", "side", "answered", "trained", "too old", "given up", "trained share", "time given up"),
+            *("waiting", "running", "most in flight"),
+        ),
+        "Given up: before the server had answered. Trained share: of those that were trained, too old or given up. Time given up: share of the "
+        "server's time that went into those. At the end, listed apart: waiting in a queue or in a group that is not whole; still running.",
     )
     for speed, sides in outcomes.items():
         ratios = {name: sides[name].rate / max(sides["trl"].rate, 1e-9) for name in SIDES[1:]}
         figures = (mean_latency_s(speed), bound(speed), *(sides[name].rate for name in SIDES))
         rates.rows.append((f"{speed:g}", *(f"{value:.3g}" for value in figures), *(f"{value:.2f}" for value in ratios.values())))
         for name, side in sides.items():
-            counts = (side.answered, side.trained, side.dropped, side.waiting)
-            shares.rows.append((f"{speed:g}", name, *map(str, counts), f"{side.trained_share:.3f}", str(side.most_running)))
+            counts = map(str, (side.answered, side.trained, side.dropped, side.cut_off))
+            at_the_end = map(str, (side.waiting, side.running, side.most_running))
+            shares.rows.append((f"{speed:g}", name, *counts, f"{side.trained_share:.3f}", f"{side.wasted_time:.3f}", *at_the_end))
         for name, ratio in ratios.items():
             report.at_least(f"generator {speed:g}x: {name} / trl, trained samples/s", ratio, 1.0, "x")
         report.data[f"{speed:g}"] = {name: asdict(side) for name, side in sides.items()}

@@ -26,20 +26,23 @@ class LatencyServer:
     def __init__(self, mean_s: float, sigma: float, longest: float, vocabulary: int, seed: int):
         self._random, self._vocabulary = random.Random(seed), vocabulary
         self._shape = (mean_s, sigma, longest)
-        self.started = self.running = self.finished = self.most_running = self.version = 0
+        self.running = self.finished = self.cut_off = self.most_running = self.version = 0
         self.first_request: float | None = None  # monotonic seconds
-        self.latency_s = 0.0  # sum
+        self.latency_s = self.cut_off_s = 0.0  # sums: of what was answered; spent on what nobody waited for to its end
 
     async def complete(self, request: web.Request) -> web.Response:
         asked = await request.json()
         self.first_request = self.first_request or time.monotonic()
-        self.started += 1
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        seconds = draw(self._random, *self._shape)
+        seconds, began = draw(self._random, *self._shape), time.monotonic()
         try:
             await asyncio.sleep(seconds)
-        finally:  # also where who asked is gone
+        except asyncio.CancelledError:  # who asked is gone
+            self.cut_off += 1
+            self.cut_off_s += time.monotonic() - began
+            raise
+        finally:
             self.running -= 1
         tokens = [self._random.randrange(self._vocabulary) for _ in range(asked["max_tokens"])]
         self.finished += 1
@@ -53,10 +56,12 @@ class LatencyServer:
     async def log(self, request: web.Request) -> web.Response:
         return web.json_response(
             {
-                "started": self.started,
+                "running": self.running,
                 "finished": self.finished,
+                "cut_off": self.cut_off,
+                "cut_off_s": self.cut_off_s,
+                "latency_s": self.latency_s,
                 "most_running": self.most_running,
-                "mean_latency_s": self.latency_s / max(1, self.finished),
                 "versions": self.version,
                 "since_first_s": None if self.first_request is None else time.monotonic() - self.first_request,
             }

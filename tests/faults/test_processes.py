@@ -256,6 +256,44 @@ def test_restarts_are_counted_afresh_after_a_long_life():
     memory.close()
 
 
+# ---- ended on purpose ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_role_that_is_ended_on_purpose_may_put_in_order_what_outlives_it(tmp_path):
+    async def main():
+        async with running(tmp_path) as run:
+            body = f"""
+            import asyncio, pathlib
+            from slipstream.launch.processes import end_in_good_order
+            async def work():
+                end_in_good_order()
+                try:
+                    ready()
+                    await asyncio.sleep(1000)
+                finally:
+                    await asyncio.sleep(0)
+                    pathlib.Path({str(tmp_path / "left")!r}).touch()
+            asyncio.run(work())
+            """
+            process = await run.start("engine", body)
+            await run.supervisor.end("engine")
+            assert (tmp_path / "left").exists() and process.exit_code == 1, "it was killed first"
+
+    asyncio.run(main())
+
+
+def test_a_role_that_does_not_leave_when_it_is_ended_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("slipstream.launch.supervisor.GRACE_S", 0.2)
+
+    async def main():
+        async with running(tmp_path) as run:
+            process = await run.start("engine", STUBBORN)
+            await run.supervisor.end("engine")
+            assert process.exit_code == -signal.SIGKILL
+
+    asyncio.run(main())
+
+
 # ---- hang ----------------------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
-from vllm_server import PROMPT, LiveServer, perturb
+from vllm_server import LABELS, PROMPT, LiveServer, perturb
 from ways import Way, perturb_some
 
 from slipstream.engines.frames import FrameRouter
@@ -63,10 +63,10 @@ class _Interrupted:
         self._live, self._policy, self._way, self.story = live, policy, way, Story()
         vocab_size = live.model.config.vocab_size
         self._engine = VllmEngine(
-            live.client, engine_id="engine-0", model=MODEL, slots=8, max_context=128, vocab_size=vocab_size, policy=policy
+            live.client, labels=LABELS, engine_id="engine-0", model=MODEL, slots=8, max_context=128, vocab_size=vocab_size, policy=policy
         )
         path = f"/proc/{os.getpid()}/fd/{live.slot.fileno()}"
-        direct = WholeWeights(self._engine, ServerWeights(live.client, MODEL, vocab_size), lambda offer: path)
+        direct = WholeWeights(self._engine, ServerWeights(live.client, MODEL, vocab_size, LABELS), lambda offer: path)
         self._weights = direct if way is None else way.weights(self._engine)
         self._router, self._news, self._num_tokens = FrameRouter(), asyncio.Condition(), 0
         self._offers: asyncio.Queue[WeightsOffer] = asyncio.Queue()

@@ -23,7 +23,7 @@ from test_engine_killed import engines
 from test_run_vllm import check_run
 from test_vllm_killed import check_pool, half_generated, vllm_run
 from transformers import AutoConfig
-from vllm_server import ROOT, START_S, needs_vllm, tiny_model, vllm_python
+from vllm_server import LABELS, ROOT, START_S, needs_vllm, tiny_model, vllm_python
 
 from slipstream import train
 from slipstream.config.load import load_config
@@ -97,11 +97,11 @@ def needs_of(model: Path) -> Needs:
     return Needs(128, 16, "slipstream_shared_memory", {key: getattr(config, key) for key in MODEL_KEYS}, wants)
 
 
-def ask(url: str, needs: Needs) -> str:
+def ask(url: str, needs: Needs, note: str = "") -> str:
     async def main() -> str:
-        found = await attach(url, needs, START_S)
+        found = await attach(url, needs, LABELS, wait_s=START_S)
         await found.client.close()
-        assert found.notes == ()
+        assert len(found.notes) == bool(note) and note in "".join(found.notes)
         return found.model
 
     return asyncio.run(main())
@@ -145,7 +145,7 @@ def test_a_server_that_a_person_started(tmp_path: Path, monkeypatch: pytest.Monk
             )
             train(load_config([run_file(tmp_path, settings)]))
             check_run(tmp_path / name)
-        assert ask(url, needs) == str(model), "the runs have ended, the server has not"
+        assert ask(url, needs, "was engine-0 of run") == str(model), "the runs have ended, the server has not"
 
 
 def test_a_server_that_is_open_and_without_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from vllm_server import PROMPT, VOCABULARY, LiveServer, live_server, needs_vllm, small_model
+from vllm_server import LABELS, PROMPT, VOCABULARY, LiveServer, live_server, needs_vllm, small_model
 from ways import context_of
 
 from slipstream.engines.frames import FrameRouter
@@ -53,10 +53,11 @@ class Adapters:
         self.live, self.trainer = live, Adapter.of(model, context.config.lora, context.config.model)
         self.publisher = ProbedPublisher(build_publisher(context, model, self.trainer, slots), model)
         self.engine = AdapterEngine(
-            live.client, engine_id="engine-0", model=MODEL, slots=4, max_context=128, vocab_size=VOCABULARY, policy=policy, places=PLACES
+            live.client, labels=LABELS, engine_id="engine-0", model=MODEL, slots=4, max_context=128, vocab_size=VOCABULARY, policy=policy,
+            places=PLACES,
         )
         spec = ChildSpec(role="engine-0", roles=(), run_folder=str(folder), threads=1, socket_folder=str(folder), lifeline=-1, page=-1)
-        weights = ServerWeights(live.client, MODEL, VOCABULARY)
+        weights = ServerWeights(live.client, MODEL, VOCABULARY, LABELS)
         self.ways = live.run(give_base(Child(spec, NullProgress(), slots), context, self.engine, live.client, weights))
 
     def close(self) -> None:

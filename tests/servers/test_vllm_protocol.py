@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from fake_vllm import LOGPROB, NUM_EXPERTS, NUM_LAYERS, TOP_K, FakeVllm, _npy, routed
-from vllm_server import needs_vllm, vllm_python
+from vllm_server import LABELS, needs_vllm, vllm_python
 
 from slipstream.engines.vllm.arrays import Tells
 from slipstream.engines.vllm.engine import VllmEngine
@@ -51,7 +51,7 @@ assert numpy2base64(capturer.snapshot_routing_data(len(given["routed"])).numpy()
 def chunks() -> list[dict[str, Any]]:
     fake = FakeVllm()
     fake.has_experts = fake.tells_masks = True
-    spans = [{"version": "1.0", "start": 0, "end": 1}]
+    spans = [{"version": LABELS.of((1, 0)), "start": 0, "end": 1}]
     cut = {"request_id": "one", "sampling_params": {"top_k": 5, "logprobs": 8}}
     return [
         fake._chunk(cut, [100], None, spans, LOGPROB, routed(4)),
@@ -68,7 +68,7 @@ async def bodies() -> list[dict[str, Any]]:
         (Tells(masks=True), Sampling(top_k=5)),
         (Tells(masks=True), Sampling(temperature=0.0)),
     ):
-        engine = VllmEngine(FakeVllm(), engine_id="e", model="m", slots=0, max_context=64, vocab_size=1000, tells=tells)  # type: ignore[arg-type]
+        engine = VllmEngine(FakeVllm(), labels=LABELS, engine_id="e", model="m", slots=0, max_context=64, vocab_size=1000, tells=tells)  # type: ignore[arg-type]
         engine.begin_update((1, 0), "")
         engine.end_update()
         engine.pin()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm_server import PROMPT, VOCABULARY, LiveServer, live_server, needs_vllm, small_model
+from vllm_server import LABELS, PROMPT, VOCABULARY, LiveServer, live_server, needs_vllm, small_model
 
 from slipstream.engines.embedded.sampling import _truncate
 from slipstream.engines.frames import FrameRouter
@@ -24,7 +24,7 @@ CUTS = (Sampling(top_k=10, max_new_tokens=24), Sampling(top_k=10, top_p=0.8, min
 async def sample(live: LiveServer, sampling: tuple[Sampling, ...], tells: Tells = NOTHING_TOLD) -> list[Generation]:
     """A generation of each kind, side by side, through the engine."""
     engine = VllmEngine(
-        live.client, engine_id="engine-0", model=MODEL, slots=8, max_context=128, vocab_size=VOCABULARY, tells=tells,
+        live.client, labels=LABELS, engine_id="engine-0", model=MODEL, slots=8, max_context=128, vocab_size=VOCABULARY, tells=tells,
         decode=lambda ids: "".join(f"<{i}>" for i in ids),
     )  # fmt: skip
     engine.begin_update((1, live.version), "")

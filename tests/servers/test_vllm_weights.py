@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from interrupted import POLICIES, check_interrupted
-from vllm_server import PROMPT, LiveServer, live_server, needs_vllm, perturb, small_model
+from vllm_server import LABELS, PROMPT, LiveServer, live_server, needs_vllm, perturb, small_model
 from ways import WAYS, check_perturb_and_revert, way_to
 
 from slipstream.engines.interrupts import InterruptPolicy
@@ -101,12 +101,12 @@ def test_versions_change_between_two_tokens_of_a_running_sequence(live: LiveServ
         await reading
         return labels
 
-    first = f"1.{live.sync().version}"
+    first = LABELS.of((1, live.sync().version))
     perturb(live.model)
     manifest = live.pack()
     labels = live.run(scenario())
-    assert len(labels) == 100 and sorted(labels, key=lambda label: int(label[2:])) == labels
-    assert set(labels) == {first, f"1.{manifest.version}"}
+    assert len(labels) == 100 and sorted(labels, key=LABELS.version_of) == labels
+    assert set(labels) == {first, LABELS.of((1, manifest.version))}
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{policy.interrupt}, {policy.kv}")

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.engines.vllm.client import Client
 from slipstream.engines.vllm.environment import LOCAL_PYTHON, VllmEnvironment, find_environment
+from slipstream.engines.vllm.labels import Labels
 from slipstream.engines.vllm.server import MODEL, AdapterRoom, Server, ServerSpec
 from slipstream.engines.vllm.weights import ServerWeights
 from slipstream.models.attention import attach
@@ -28,6 +29,7 @@ from slipstream.weight_sync.shared_memory import MemoryPublisher
 
 ROOT = Path(__file__).parents[2]
 START_S = 600.0  # a quarter of a minute of work, but on a machine that may have ten times as much to do
+LABELS = Labels("a-run", "engine-0")
 PROMPT = [5, 9, 23, 40, 7, 7, 31]
 VOCABULARY = 262  # vLLM pads it to a multiple of 64
 
@@ -105,7 +107,7 @@ class LiveServer:
         self.server = await Server.start(spec, environment, self.private, self.private / "vllm.log")
         self.client = Client(f"unix:{self.server.socket}")
         await self.server.until_healthy(self.client, START_S)
-        self.weights = ServerWeights(self.client, MODEL, self.model.config.vocab_size)
+        self.weights = ServerWeights(self.client, MODEL, self.model.config.vocab_size, LABELS)
 
     def run(self, awaitable: Any) -> Any:
         return self._runner.run(awaitable)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
-from vllm_server import PROMPT, LiveServer
+from vllm_server import LABELS, PROMPT, LiveServer
 
 from slipstream.config.arithmetic import drivers_copy
 from slipstream.config.settings import Config
@@ -68,7 +68,7 @@ class Way:
         return offer
 
     def weights(self, engine: VllmEngine) -> CopiedWeights:
-        return CopiedWeights(engine, ServerWeights(self.live.client, MODEL, self.live.model.config.vocab_size), self.copy)
+        return CopiedWeights(engine, ServerWeights(self.live.client, MODEL, self.live.model.config.vocab_size, LABELS), self.copy)
 
     def close(self) -> None:
         for each in (*self._readers, self._publisher):

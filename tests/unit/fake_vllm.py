@@ -33,6 +33,8 @@ class FakeVllm:
 
     def __init__(self) -> None:
         self.label = "default"  # of the weights
+        self.may_load = asyncio.Event()  # cleared: an update stands still while it loads
+        self.may_load.set()
         self.loaded = ""  # label of the weights that /update_weights left, not yet finished
         self.paused = False
         self.calls: list[str] = []  # control routes, in order, with their query
@@ -163,6 +165,8 @@ class FakeVllm:
 
     async def _update_weights(self, body: Any) -> web.Response:
         info = body["update_info"]
+        await self._happened()
+        await self.may_load.wait()
         error, self.refusal = self.refusal, ""
         report = {"label": info["label"], "checksum": self.checksum or info["checksum"], "error": error, "broken": False, "seconds": 0.1}
         self._reports = [report | worker for worker in self.workers]

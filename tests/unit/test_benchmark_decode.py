@@ -27,6 +27,9 @@ def test_work_shares_prompts_within_groups() -> None:
     assert work.prompt(0) == work.prompt(GROUP - 1) != work.prompt(GROUP)
     assert (work.num_requests, work.num_tokens) == (17, 51)
     assert all(0 <= token < 1000 for prompt in work.prompts for token in prompt)
+    again = work.with_other_prompts(1, 1000)
+    assert again.lengths == work.lengths and not set(again.prompts) & set(work.prompts), "no cache has them"
+    assert again == work.with_other_prompts(1, 1000), "the same for every way"
 
 
 def test_passes() -> None:

@@ -149,8 +149,12 @@ def test_what_became_of_the_samples_adds_up() -> None:
     steps = [{"num_loss_tokens": 240, "masked_stale_tokens": 16}, {"num_loss_tokens": 256, "masked_stale_tokens": 0, "wasted_tokens/x": 64}]
     ours = vs._outcome("shipped", steps, _log(50))
     assert (ours.trained, ours.dropped, ours.waiting) == (31, 5, 14)
+    given_up = vs._outcome("ready first", steps, _log(50) | {"cut_off": 4, "cut_off_s": 10.0, "running": 3})
+    assert given_up.trained_share == pytest.approx(31 / 40) and (given_up.wasted_time, given_up.running) == (0.2, 3)
     assert json.loads(json.dumps(ours.rate)) == pytest.approx(3.1)
 
 
 def _log(answered: int) -> dict[str, float]:
-    return {"finished": answered, "since_first_s": 10.0, "most_running": 64}
+    return {
+        "finished": answered, "latency_s": 40.0, "cut_off": 0, "cut_off_s": 0.0, "running": 0, "since_first_s": 10.0, "most_running": 64,
+    }  # fmt: skip

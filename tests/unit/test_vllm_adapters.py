@@ -12,14 +12,13 @@ import pytest
 from fake_vllm import LOGPROB
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_bench import VOCABULARY, Bench, manifest, request, run
+from vllm_bench import LABELS, VOCABULARY, Bench, manifest, request, run
 
 from slipstream.engines.interrupts import InterruptPolicy
 from slipstream.engines.vllm.adapter_engine import AdapterEngine
 from slipstream.engines.vllm.adapters import ServerAdapters
-from slipstream.engines.vllm.client import Refused
 from slipstream.engines.vllm.engine import VllmEngine
-from slipstream.engines.vllm.labels import BASE, Version, adapter_name
+from slipstream.engines.vllm.labels import StartedAnew, Version, adapter_name
 from slipstream.engines.vllm.loop import Weights
 from slipstream.engines.vllm.shelf import Shelf
 from slipstream.engines.vllm.weights import ServerWeights
@@ -65,10 +64,10 @@ class AdapterBench(Bench):
     engine: AdapterEngine
 
     def make(self, options: dict[str, Any]) -> tuple[VllmEngine, Weights]:
-        self.fake.label = BASE
+        self.fake.label = LABELS.base
         engine = AdapterEngine(self.client, places=PLACES, **options)
         self.folders = Folders(Path(self.client.address.removeprefix("unix:")).parent / "adapters")
-        self.adapters = ServerAdapters(engine, self.client, ServerWeights(self.client, "policy", VOCABULARY), self.folders)
+        self.adapters = ServerAdapters(engine, self.client, ServerWeights(self.client, "policy", VOCABULARY, LABELS), self.folders)
         return engine, self.adapters
 
     def offer(self, version: int) -> None:
@@ -107,7 +106,7 @@ def test_a_version_is_loaded_under_its_own_name_and_nothing_is_paused(tmp_path: 
         await bench.publish(0)
         await bench.until(ended)
         assert bench.fake.calls == ["load_lora_adapter", "collective_rpc"]
-        assert bench.fake.requests[0]["model"] == "policy-1-v0" and bench.fake.requests[0]["cache_salt"] == "1.0"
+        assert bench.fake.requests[0]["model"] == "policy-1-v0" and bench.fake.requests[0]["cache_salt"] == LABELS.of((1, 0))
         assert into.token_ids == [102, 103, 104, 105] and into.spans == [Span(2, 6, 1, 0, "engine-0")]
         assert into.prefill_version == (1, 0) and not into.recomputed
         assert [(r.version, r.checksum) for r in bench.controller.reports] == [(0, "hash-0")]
@@ -367,7 +366,7 @@ def test_a_server_that_was_started_anew_behind_our_back(tmp_path: Path) -> None:
         await bench.publish(0)
         bench.fake.adapters.clear()
         _, ended, _ = bench.open(request())
-        with pytest.raises(Refused, match=r"holds nothing of that name \(has it been started anew\?\).*policy-1-v0"):
+        with pytest.raises(StartedAnew, match=r"holds nothing of that name: it has been started anew.*policy-1-v0"):
             await bench.until(ended)
 
     adapters(tmp_path, body)
@@ -376,10 +375,25 @@ def test_a_server_that_was_started_anew_behind_our_back(tmp_path: Path) -> None:
 def test_a_base_that_this_run_did_not_give_it(tmp_path: Path) -> None:
     async def body(bench: AdapterBench) -> None:
         await bench.publish(0)
-        bench.fake.label = "1.3"
+        bench.fake.label = "another-run/engine-0/base"
         into, ended, _ = bench.open(request())
-        with pytest.raises(WeightSyncError, match=r'base weights labelled "1\.3"'):
+        with pytest.raises(WeightSyncError, match="taken by engine-0 of run another-run"):
             await bench.until(ended)
         assert into.token_ids == []
+
+    adapters(tmp_path, body)
+
+
+@pytest.mark.parametrize(("label", "error"), [("default", StartedAnew), ("another-run/engine-0/base", WeightSyncError)])
+def test_an_adapter_is_loaded_over_this_runs_base_alone(tmp_path: Path, label: str, error: type[Exception]) -> None:
+    """A server that was started anew while nothing ran would take it, and compute with noise below it."""
+
+    async def body(bench: AdapterBench) -> None:
+        await bench.publish(0)
+        bench.fake.label = label
+        bench.fake.calls.clear()
+        with pytest.raises(error):
+            await bench.publish(1)
+        assert bench.fake.calls == [] and [r.version for r in bench.controller.reports] == [0]
 
     adapters(tmp_path, body)

@@ -15,7 +15,7 @@ from aiohttp import web
 from fake_vllm import LOGPROB, FakeVllm
 from msgspec import structs
 from test_weight_sync_packing import Toy
-from vllm_bench import DEADLINE_S, VOCABULARY, Bench, request, run
+from vllm_bench import DEADLINE_S, LABELS, VOCABULARY, Bench, request, run
 
 from slipstream.config.engine_problems import engine_problems
 from slipstream.config.settings import Config
@@ -132,7 +132,7 @@ class CopyBench(Bench):
 
     def make(self, options: dict[str, Any]) -> tuple[VllmEngine, Weights]:
         engine = VllmEngine(self.client, **options)
-        return engine, CopiedWeights(engine, ServerWeights(self.client, "policy", VOCABULARY), self.trainer.copy)
+        return engine, CopiedWeights(engine, ServerWeights(self.client, "policy", VOCABULARY, LABELS), self.trainer.copy)
 
     async def sync(self, offer: WeightsOffer | None = None) -> None:
         offer = offer or self.trainer.pack()
@@ -142,7 +142,7 @@ class CopyBench(Bench):
     def check(self) -> None:
         """The server holds the trainer's bytes."""
         state = self.trainer.model.state_dict()
-        assert self.fake.weights.keys() == state.keys() and self.fake.label == f"1.{self.trainer.version}"
+        assert self.fake.weights.keys() == state.keys() and self.fake.label == LABELS.of((1, self.trainer.version))
         assert all(torch.equal(tensor, state[name]) for name, tensor in self.fake.weights.items())
         assert self.controller.reports[-1].checksum == checksum(self.trainer.model)
 
@@ -227,7 +227,7 @@ def test_what_runs_goes_on_while_the_copy_is_written_and_while_an_evaluation_hol
         let_go.set()
         await asyncio.to_thread(written.wait, DEADLINE_S)
         assert trainer.held() == checksum(trainer.model) != bench.engine.checksum
-        assert bench.fake.calls == [] and bench.fake.label == "1.0", "written, and held back"
+        assert bench.fake.calls == [] and bench.fake.label == LABELS.of((1, 0)), "written, and held back"
         bench.engine.unpin()
         await syncing
         bench.check()

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_vllm import LOGPROB
-from vllm_bench import Bench, manifest, request, run
+from vllm_bench import LABELS, Bench, manifest, request, run
 
 from slipstream.engines.interrupts import InterruptPolicy
 from slipstream.engines.vllm import loop
 from slipstream.engines.vllm.client import Refused, Transient
+from slipstream.engines.vllm.labels import StartedAnew
 from slipstream.engines.vllm.server import ServerDied
 from slipstream.engines.vllm.weights import NotWhole
 from slipstream.errors import PeerLost, RunFailed, WeightSyncError
@@ -32,7 +33,7 @@ def test_tokens_logprobs_versions_and_the_end(tmp_path: Path) -> None:
         assert into.spans == [Span(2, 6, 1, 0, "engine-0")]
         assert (into.stop_reason, into.prefill_version, into.recomputed) == (StopReason.LENGTH, (1, 0), False)
         asked = bench.fake.requests[0]
-        assert asked["cache_salt"] == "1.0" and "seed" not in asked["sampling_params"]
+        assert asked["cache_salt"] == LABELS.of((1, 0)) and "seed" not in asked["sampling_params"]
         assert bench.engine.handle(request().key) is None and bench.engine.num_running == 0
 
     run(tmp_path, body)
@@ -47,7 +48,7 @@ def test_an_update_is_one_pause_and_is_confirmed_with_the_hash_that_the_workers_
             "pause?mode=keep,clear_cache=false", "start_weight_update", "update_weights", "collective_rpc", "finish_weight_update",
             "resume",
         ]  # fmt: skip
-        assert bench.fake.label == "1.1"
+        assert bench.fake.label == LABELS.of((1, 1))
         assert [(r.version, r.checksum) for r in bench.controller.reports] == [(0, "hash-0"), (1, "hash-1")]
 
     run(tmp_path, body)
@@ -107,7 +108,7 @@ def test_a_stream_that_begins_under_newer_weights_is_asked_for_again(tmp_path: P
         await bench.fake.allow(float("inf"))
         await bench.until(ended)
         assert into.spans == [Span(2, 6, 1, 1, "engine-0")] and into.prefill_version == (1, 1)
-        assert [r["cache_salt"] for r in bench.fake.requests] == ["1.0", "1.1"]
+        assert [r["cache_salt"] for r in bench.fake.requests] == [LABELS.of((1, 0)), LABELS.of((1, 1))]
 
     run(tmp_path, body)
 
@@ -125,7 +126,7 @@ def test_what_breaks_off_after_an_update_is_read_anew_by_the_new_weights(tmp_pat
         assert into.token_ids == [102, 103, 104, 105]
         assert into.spans == [Span(2, 4, 1, 0, "engine-0"), Span(4, 6, 1, 1, "engine-0")]
         assert into.recomputed and into.prefill_version == (1, 1)
-        assert [r["cache_salt"] for r in bench.fake.requests] == ["1.0", "1.1"]
+        assert [r["cache_salt"] for r in bench.fake.requests] == [LABELS.of((1, 0)), LABELS.of((1, 1))]
 
     run(tmp_path, body)
 
@@ -151,7 +152,7 @@ def test_aborted_sequences_end_with_interrupt_and_their_tokens(tmp_path: Path, i
         assert into.token_ids == list(range(102, 110))
         assert into.spans == [Span(2, 5, 1, 0, "engine-0"), Span(5, 10, 1, 1, "engine-0")]
         assert into.recomputed and into.prefill_version == (1, 1)
-        assert bench.fake.requests[-1]["cache_salt"] == "1.1"
+        assert bench.fake.requests[-1]["cache_salt"] == LABELS.of((1, 1))
 
     run(tmp_path, body, InterruptPolicy(interrupt, "recompute"))
 
@@ -290,7 +291,7 @@ def test_weights_that_the_server_refuses(tmp_path: Path) -> None:
         bench.fake.refusal = "model.layers.3.self_attn.qkv_proj has 9 numbers, and 6 were sent"
         with pytest.raises(WeightSyncError, match=r"refuses weights 1\.1: worker 0: model\.layers\.3"):
             await bench.publish(1)
-        assert bench.fake.label == "1.0" and bench.fake.calls[-1] == "resume", "it goes on with what it had"
+        assert bench.fake.label == LABELS.of((1, 0)) and bench.fake.calls[-1] == "resume", "it goes on with what it had"
 
     run(tmp_path, body)
 
@@ -304,7 +305,7 @@ def test_weights_that_the_server_refuses(tmp_path: Path) -> None:
             r"neither weights 1\.1 nor those before whole \(no memory\).*stays paused",
         ),
         ([{}, {"error": "cannot be opened"}], NotWhole, r"others refuse them \(worker 1: cannot be opened\)"),
-        ([{}, {"label": "1.0"}], WeightSyncError, r"does not report on weights 1\.1"),
+        ([{}, {"label": LABELS.of((1, 0))}], WeightSyncError, r"does not report on weights 1\.1"),
         ([{}, {"checksum": "others"}], WeightSyncError, "received different bytes"),
         ({"/update_weights": 500}, PeerLost, "update_weights fails"),
         ({"/collective_rpc": 500}, PeerLost, "collective_rpc fails"),
@@ -335,11 +336,32 @@ def test_a_server_that_may_hold_a_mixture_stays_paused(
     run(tmp_path, body)
 
 
-@pytest.mark.parametrize(("kind", "anew"), [("NotWhole", True), ("Transient", True), ("WeightSyncError", False)])
-def test_a_server_that_holds_a_mixture_is_replaced(kind: str, anew: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "anew"), [("NotWhole", True), ("Transient", True), ("StartedAnew", True), ("WeightSyncError", False), ("Refused", False)]
+)
+def test_a_server_that_holds_a_mixture_or_nothing_of_ours_is_replaced(kind: str, anew: bool) -> None:
     failure = Failure(kind=kind, message="half copied", traceback="")
     decision = decide([Evidence("engine-0", 0.0, failure=failure, restarts_left=1)], 100.0)
     assert bool(decision.anew) == anew and bool(decision.culprit) == (not anew)
+
+
+def test_an_engine_that_is_asked_to_leave_amid_an_update_ends_it_first(tmp_path: Path) -> None:
+    """The server may be somebody else's, and would stay paused."""
+
+    async def body(bench: Bench) -> None:
+        await bench.publish(0)
+        bench.fake.may_load.clear()
+        bench.controller.publish(manifest(1))
+        await bench.fake.until(lambda: bench.fake.paused and bench.fake.calls[-1] == "update_weights")
+        bench.loop.cancel()
+        await asyncio.sleep(0)
+        assert bench.fake.paused and not bench.loop.done()
+        bench.fake.may_load.set()
+        with pytest.raises(asyncio.CancelledError):
+            await bench.loop
+        assert not bench.fake.paused and bench.fake.label == LABELS.of((1, 1))
+
+    run(tmp_path, body)
 
 
 def test_an_update_that_has_not_begun_leaves_the_server_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,15 +397,23 @@ def test_weights_that_do_not_compute_what_the_trainers_do(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("label", "tell", "words"),
-    [("default", True, 'labelled "default"'), ("1.7", True, r"weights 1\.7, but was given 1\.0"), ("1.0", False, "plugin is not loaded")],
+    ("label", "tell", "error", "words"),
+    [
+        ("default", True, StartedAnew, 'labelled "default", which no run gave it: it has been started anew'),
+        ("another-run/engine-0/1.0", True, WeightSyncError, "taken by engine-0 of run another-run"),
+        ("a-run/engine-1/1.0", True, WeightSyncError, "taken by engine-1 of run a-run"),
+        (LABELS.of((1, 7)), True, WeightSyncError, r"weights 1\.7, but was given 1\.0"),
+        (LABELS.base, True, WeightSyncError, "not those that it was given"),
+        (LABELS.of((1, 0)), False, WeightSyncError, "plugin is not loaded"),
+    ],
+    ids=["no label", "of another run", "of another engine", "not given yet", "a base", "no labels"],
 )
-def test_tokens_of_unknown_weights_are_not_taken(tmp_path: Path, label: str, tell: bool, words: str) -> None:
+def test_tokens_of_unknown_weights_are_not_taken(tmp_path: Path, label: str, tell: bool, error: type[Exception], words: str) -> None:
     async def body(bench: Bench) -> None:
         await bench.publish(0)
         bench.fake.label, bench.fake.tell_labels = label, tell
         into, ended, _ = bench.open(request())
-        with pytest.raises(WeightSyncError, match=words):
+        with pytest.raises(error, match=words):
             await bench.until(ended)
         assert into.token_ids == []
 
@@ -473,7 +503,7 @@ def test_a_pin_holds_new_weights_back_and_evaluations_run_on_what_is_pinned(tmp_
         bench.controller.publish(manifest(1))
         into, ended, _ = bench.open(request(purpose=Purpose.EVAL, sampling=Sampling(temperature=0.0, max_new_tokens=4)))
         await bench.until(ended)
-        assert [s.version for s in into.spans] == [0] and bench.fake.label == "1.0"
+        assert [s.version for s in into.spans] == [0] and bench.fake.label == LABELS.of((1, 0))
         assert bench.engine.unpin() == 0.0
         await bench.until(bench.controller.until_confirmed(1))
 

@@ -23,7 +23,7 @@ from slipstream.engines.vllm.arrays import Routing, Tells, Wants
 from slipstream.engines.vllm.attach import KEY_VARIABLE, MODEL_KEYS, Attached, Needs, _private, attach, clear_note
 from slipstream.engines.vllm.client import MAX_LINE_BYTES, Client, Refused
 from slipstream.engines.vllm.environment import PLUGIN, VllmEnvironment, clean_environment, find_environment
-from slipstream.engines.vllm.labels import version_of
+from slipstream.engines.vllm.labels import Labels, StartedAnew
 from slipstream.engines.vllm.server import AdapterRoom, Server, ServerDied, ServerSpec
 from slipstream.engines.vllm.versions import TESTED, check_version
 from slipstream.errors import ConfigError, DeadlineExceeded, ModelError, WeightSyncError
@@ -134,9 +134,13 @@ def test_versions() -> None:
         check_version(f"{version}+cpu", "here")
     with pytest.raises(ModelError, match=r"0\.32\.1"):
         check_version("0.32.1", "here")
-    for label in ("default", "1", "1.2.3", "", "a.b"):
-        with pytest.raises(WeightSyncError, match="did not give it"):
-            version_of(label)
+    labels = Labels("a-run", "engine-0")
+    for label in ("default", "1", "1.2", ""):
+        with pytest.raises(StartedAnew, match="no run gave it"):
+            labels.version_of(label)
+    for label in ("a-run/engine-0/1.2.3", "a-run/engine-0/", "a-run/engine-0/a.b", "a-run/engine-1/1.2", "/1.2", "b-run/engine-0/1.2"):
+        with pytest.raises(WeightSyncError):
+            labels.version_of(label)
 
 
 def start(tmp_path: Path, code: str, deadline_s: float = 60.0) -> None:
@@ -179,6 +183,15 @@ if "serve" in sys.argv:
 print("here", os.getpid(), flush=True)
 time.sleep(600)
 """
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system must tell a process of its parent's end")
+def test_a_process_of_a_server_whose_driver_has_gone_while_it_was_starting_ends_itself(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    interpreter = stand_in(tmp_path, TREE.format(plugin=str(PLUGIN))).python
+    process = subprocess.run([str(interpreter)], env={**os.environ, "SLIPSTREAM_VLLM_OWNED": str(gone.pid)}, capture_output=True, timeout=60)
+    assert process.returncode == 1 and process.stdout == b""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system must tell a process of its parent's end")
@@ -248,14 +261,16 @@ WANTS = Wants(keep_routing=None, top_k=0, vocab_size=1000, samples_evaluations=F
 NEEDS = Needs(max_context=100, slots=32, backend="slipstream_shared_memory", model=ABOUT["model"], wants=WANTS)
 
 
-def attach_to(tmp_path: Path, prepare: Callable[[FakeVllm], None], socket: str | None = "s", needs: Needs = NEEDS) -> Attached:
+def attach_to(
+    tmp_path: Path, prepare: Callable[[FakeVllm], None], socket: str | None = "s", needs: Needs = NEEDS, again: bool = False
+) -> Attached:
     async def main() -> Attached:
         fake = FakeVllm()
         fake.about = dict(ABOUT)
         prepare(fake)
         url = await fake.start(tmp_path / socket if socket else None)
         try:
-            attached = await attach(url, needs)
+            attached = await attach(url, needs, Labels("a-run", "engine-0"), again=again)
             await attached.client.close()
             return attached
         finally:
@@ -300,6 +315,20 @@ def test_what_it_tells_of_tokens_is_asked_and_room_made_for_it(tmp_path: Path) -
 def test_running_servers_that_will_not_do(tmp_path: Path, attribute: str, value: object, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         attach_to(tmp_path, lambda fake: setattr(fake, attribute, value))
+
+
+def test_a_server_that_another_run_gave_weights_is_taken_over_once_and_not_taken_back(tmp_path: Path) -> None:
+    def theirs(fake: FakeVllm) -> None:
+        fake.label = "b-run/engine-2/3.4"
+
+    def ours(fake: FakeVllm) -> None:
+        fake.label = "a-run/engine-0/1.9"
+
+    (note,) = attach_to(tmp_path, theirs).notes
+    assert "was engine-2 of run b-run before. If that run still trains, it ends" in note
+    with pytest.raises(ConfigError, match=r"taken by engine-2 of run b-run.*engine\.urls"):
+        attach_to(tmp_path, theirs, again=True)
+    assert attach_to(tmp_path, ours, again=True).notes == attach_to(tmp_path, lambda fake: None, again=True).notes == ()
 
 
 def test_a_port_that_wants_a_key_is_taken_and_one_that_does_not_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from slipstream.engines.interrupts import InterruptPolicy
 from slipstream.engines.vllm.arrays import NOTHING_TOLD, Tells
 from slipstream.engines.vllm.client import Client
 from slipstream.engines.vllm.engine import VllmEngine
+from slipstream.engines.vllm.labels import Labels
 from slipstream.engines.vllm.loop import Weights, run_vllm_engine
 from slipstream.engines.vllm.weights import ServerWeights, WholeWeights
 from slipstream.launch.page import NullProgress
@@ -23,6 +24,7 @@ from slipstream.types import EngineReport, Frame, GenerateRequest, Purpose, Samp
 from slipstream.weight_sync.probe import NUM_TOKENS
 
 VOCABULARY = 1000
+LABELS = Labels("a-run", "engine-0")
 DEADLINE_S = 60.0
 
 
@@ -73,7 +75,7 @@ class Bench:
     def __init__(self, fake: FakeVllm, client: Client, policy: InterruptPolicy, slots: int, tells: Tells):
         self.fake, self.client, self.controller = fake, client, FakeController()
         options: dict[str, Any] = {
-            "engine_id": "engine-0", "model": "policy", "slots": slots, "max_context": 64, "vocab_size": VOCABULARY, "policy": policy,
+            "labels": LABELS, "engine_id": "engine-0", "model": "policy", "slots": slots, "max_context": 64, "vocab_size": VOCABULARY, "policy": policy,
             "decode": lambda ids: "".join(f"<{i}>" for i in ids), "tells": tells,
         }  # fmt: skip
         self.engine, weights = self.make(options)
@@ -88,7 +90,7 @@ class Bench:
 
     def make(self, options: dict[str, Any]) -> tuple[VllmEngine, Weights]:
         engine = VllmEngine(self.client, **options)
-        return engine, WholeWeights(engine, ServerWeights(self.client, "policy", VOCABULARY), lambda offer: "/the/slot")
+        return engine, WholeWeights(engine, ServerWeights(self.client, "policy", VOCABULARY, LABELS), lambda offer: "/the/slot")
 
     async def _send(self, frame: Frame) -> None:
         self.frames.append(frame)

@@ -92,6 +92,9 @@ def _placing(config: Config) -> Iterator[Problem]:
     bad = [url for url in engine.urls if not url.startswith(SERVER_URLS)]
     if bad:
         yield (("engine.urls",), f'"{bad[0]}" is neither http://host:port nor unix:/path/of/socket')
+    twice = [url for url in engine.urls if engine.urls.count(url) > 1]
+    if twice:
+        yield (("engine.urls",), f'"{twice[0]}" stands there {engine.urls.count(twice[0])} times: a server can be one engine')
 
 
 def _exactness(config: Config) -> Iterator[Problem]:

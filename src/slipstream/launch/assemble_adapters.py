@@ -22,7 +22,6 @@ from slipstream.engines.vllm.adapter_engine import AdapterEngine
 from slipstream.engines.vllm.adapter_files import AdapterFiles
 from slipstream.engines.vllm.adapters import ServerAdapters
 from slipstream.engines.vllm.client import Client
-from slipstream.engines.vllm.labels import BASE
 from slipstream.engines.vllm.server import AdapterRoom
 from slipstream.engines.vllm.weights import ServerWeights
 from slipstream.launch.assemble_weights import build_reader
@@ -56,7 +55,7 @@ async def give_base(child: Child, context: RunContext, engine: AdapterEngine, cl
     await adapters.clear()
     with _packed(adapter.base, context, folder) as (path, manifest):
         assert manifest.checksum == adapter.base_checksum, "the same tensors in the same layout"
-        await weights.update(path, manifest, recompute=True, label=BASE)
+        await weights.update(path, manifest, recompute=True, label=engine.labels.base)
     return adapters
 
 

@@ -22,6 +22,7 @@ from slipstream.engines.vllm.client import Client
 from slipstream.engines.vllm.driver_copy import CopiedWeights, DriverCopy
 from slipstream.engines.vllm.engine import VllmEngine
 from slipstream.engines.vllm.environment import check_routing, find_environment
+from slipstream.engines.vllm.labels import Labels
 from slipstream.engines.vllm.loop import run_vllm_engine
 from slipstream.engines.vllm.server import MODEL, AdapterRoom, Server, ServerSpec
 from slipstream.engines.vllm.weights import ServerWeights, WholeWeights
@@ -30,7 +31,7 @@ from slipstream.launch.assemble_weights import build_reader
 from slipstream.launch.assemble_worker import context_limit
 from slipstream.launch.context import RunContext
 from slipstream.launch.engine_socket import serve, socket_path
-from slipstream.launch.processes import Child
+from slipstream.launch.processes import Child, end_in_good_order
 from slipstream.models.loading import ModelInfo, load_tokenizer
 from slipstream.protocols import ControllerAPI, WeightsOffer
 from slipstream.weight_sync.probe import CONTEXT_TOKENS
@@ -46,7 +47,7 @@ def weight_engine(config: Config) -> str:
 async def run_vllm_role(child: Child, context: RunContext, controller: ControllerAPI) -> None:
     """Start a server, or attach to the one that is to be this engine, and serve its engine to the rollout worker."""
     config, engine_id = context.config, child.spec.role
-    number = int(engine_id.rpartition("-")[2])
+    number, labels = int(engine_id.rpartition("-")[2]), Labels(context.run_id, engine_id)
     tokenizer, info = await beside(load_tokenizer, config.model)
     max_context = context_limit(config, info)
     room = await beside(adapter_room, config, info)
@@ -54,8 +55,9 @@ async def run_vllm_role(child: Child, context: RunContext, controller: Controlle
         if url := child.spec.options.get("url"):
             died = asyncio.Event().wait  # its end is seen by the calls that fail
             child.progress.working(f"wait for the server at {url}", 2 * ATTACH_S, owed="a healthy server")
-            attached = await attach(url, _needs(context, info, max_context, room))
+            attached = await attach(url, _needs(context, info, max_context, room), labels, again="again" in child.spec.options)
             held.push_async_callback(attached.client.close)
+            end_in_good_order()
             client, model, tells, notes = attached.client, attached.model, attached.tells, attached.notes
         else:
             log = context.run_folder / "log" / f"{engine_id}-vllm.log"
@@ -68,12 +70,13 @@ async def run_vllm_role(child: Child, context: RunContext, controller: Controlle
             held.push_async_callback(client.close)
             child.progress.working("start the vLLM server", LOAD_S, owed="a healthy server")
             await server.until_healthy(client, LOAD_S)
-            await ServerWeights(client, model, info.vocab_size).warm_up()
+            await ServerWeights(client, model, info.vocab_size, labels).warm_up()
             tells = await ask_what_it_tells(client, _wants(config, info), max_context)
             notes = environment.notes
         for note in notes:
             await controller.note(f"{engine_id}: {note}")
         options: dict[str, Any] = {
+            "labels": labels,
             "engine_id": engine_id,
             "model": model,
             "slots": config.engine.slots,
@@ -83,7 +86,7 @@ async def run_vllm_role(child: Child, context: RunContext, controller: Controlle
             "policy": InterruptPolicy.of(config.rollout),
             "tells": tells,
         }
-        server_weights = ServerWeights(client, model, info.vocab_size)
+        server_weights = ServerWeights(client, model, info.vocab_size, labels)
         if room is None:
             engine = VllmEngine(client, **options)
             weights = _whole_weights(child, context, engine, server_weights)

@@ -123,9 +123,13 @@ class LocalRun:
         self.supervisor.report(role, msgspec.structs.replace(failure, message=f"{run.context.where}{failure.message}"))
 
     async def _start_engine(self, engine_id: str, url: str) -> None:
-        await self._start(engine_id, self._config.engine.threads, url=url)
+        again = any(engine_id in run.controller.core.state.engine_starts for run in self._runs)
+        options = {"url": url, "again": "yes"} if again else {"url": url}
+        await self._start(engine_id, self._config.engine.threads, options=options if url else {})
 
-    async def _start(self, role: str, threads: int, listeners: Mapping[int, int] | None = None, url: str = "") -> None:
+    async def _start(
+        self, role: str, threads: int, listeners: Mapping[int, int] | None = None, options: Mapping[str, str] | None = None
+    ) -> None:
         """Start the role's process, for all runs, or for those that have a listener."""
         first, *others = [
             ChildSpec(
@@ -138,7 +142,7 @@ class LocalRun:
                 page=self._page_memory.fileno(),
                 slots=tuple(slot.fileno() for slot in self._slots[number]),
                 listener=None if listeners is None else listeners[number],
-                options=context_options(run.context) | ({"url": url} if url else {}),
+                options=context_options(run.context) | dict(options or {}),
             )
             for number, run in enumerate(self._runs)
             if listeners is None or number in listeners

@@ -142,6 +142,8 @@ async def run_role(child: Child) -> int:
     """Play the role in every run that this process was started for, until all have ended or one has failed; the exit code."""
     try:
         await together(play(each) for each in (child, *child.others))
+    except asyncio.CancelledError:
+        return 0  # asked to leave (`processes.end_in_good_order`)
     except Exception:
         traceback.print_exc()
         return 1

@@ -29,6 +29,7 @@ SETTLE_S = 2.0  # a role that only lost a peer waits this long for the peer's ow
 REPORT_SETTLE_S = 0.3  # a role's own error may be the echo of a death whose notice is a moment behind
 LEAVE_S = 10.0  # a role that left in good order: the run must end within this time, or it left too early
 STACKS_S = 1.0  # a hung role gets this long to write its stacks
+GRACE_S = 5.0  # from SIGTERM to SIGKILL
 KILL_DEADLINE_S = 5.0  # from SIGKILL to the exit status
 FORGIVEN_S = 1800.0  # a role that lived so long before it failed has its restarts counted afresh
 LOG_LINES = 20
@@ -164,8 +165,10 @@ class Supervisor:
         return error
 
     async def end(self, role: str) -> None:
-        """End this role on purpose, and what it started; nothing is held against it."""
+        """End this role on purpose, and what it started, as `stop` does; nothing is held against it."""
         self._leaving.add(role)
+        self.processes[role].signal_group(signal.SIGTERM)
+        await asyncio.wait({self._exits[role]}, timeout=GRACE_S)
         await self._kill(role)
         self._leaving.discard(role)
         self._evidence.pop(role, None)
@@ -188,7 +191,7 @@ class Supervisor:
         """Wait until this role's process has ended; how it ended is for `watch` to judge."""
         await self.processes[role].process.wait()
 
-    async def stop(self, grace_s: float = 5.0) -> None:
+    async def stop(self, grace_s: float = GRACE_S) -> None:
         """End every role and what it started: SIGTERM, after the grace time SIGKILL. No process of the run is left when this returns."""
         self._stopping = True
         for process in self.processes.values():

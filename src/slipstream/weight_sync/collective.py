@@ -12,7 +12,8 @@
 
 Engines ask, so the broker's rules hold as they are: what nobody has leased yet is superseded by a newer version, what is leased is not
 written, and the trainer waits for nobody. Words go over a Unix socket (`line.py`), bytes through the group (`pair_group.py`). Whatever
-fails ends both on both sides, with a word about the cause. An engine that is started anew makes new ones.
+fails ends both on both sides, with a word about the cause; the engine then makes new ones and asks again, once. What arrives damaged is
+asked for again, once.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import torch
 import xxhash
 
 from slipstream.deadlines import WEIGHTS_S
-from slipstream.errors import PeerLost, SlipstreamError, WeightSyncError
+from slipstream.errors import PeerLost, RunFailed, SlipstreamError, WeightSyncError
 from slipstream.protocols import Manifest, WeightsOffer
 from slipstream.weight_sync.delta import DeltaPublisher
 from slipstream.weight_sync.ends import Publisher, Reader
@@ -42,6 +43,7 @@ from slipstream.weight_sync.pair_group import CPU, PairGroup, buckets
 from slipstream.weight_sync.shared_memory import MemoryPublisher
 
 _LAST_WORD_S = 5.0  # after the group has failed, how long the other side's reason is waited for
+TRIES = 2  # to have an offer's bytes
 TRAINER, ENGINE = 0, 1  # ranks
 
 
@@ -92,6 +94,7 @@ class CollectivePublisher(Publisher):
         self._whole: dict[int, Manifest] = {}  # slot -> what lies in it, whole
         self._engines: dict[threading.Thread, Line] = {}
         self._closed = False
+        self._deaf: OSError | None = None  # why new engines cannot be heard
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(socket_in(folder))
         self._listener.listen()
@@ -101,8 +104,10 @@ class CollectivePublisher(Publisher):
     def pack(self, slot: int, incarnation: int, version: int) -> Manifest:
         """Write the current weights into this slot and hash them; they are sent once an engine has leased it. The caller owns the slot.
 
-        Raises MemoryNeedError where the slot's memory cannot be had (first use of a slot).
+        Raises MemoryNeedError where the slot's memory cannot be had (first use of a slot), RunFailed where no engine can come any more.
         """
+        if self._deaf is not None:
+            raise RunFailed(f"weights: engines cannot connect to the trainer any more ({self._deaf}); --resume goes on") from self._deaf
         self._whole.pop(slot, None)
         manifest = self._whole[slot] = self._packer.pack(slot, incarnation, version)
         return manifest
@@ -124,7 +129,12 @@ class CollectivePublisher(Publisher):
 
     def _accept(self) -> None:
         while True:
-            connection, _ = self._listener.accept()
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:  # e.g. no descriptors are left
+                self._deaf = error
+                self._listener.close()  # who comes is refused at once
+                return
             if self._closed:
                 connection.close()
                 return
@@ -194,32 +204,40 @@ class CollectiveWeights(Reader):
         """
         manifest = offer.manifest
         self._weights.check(manifest)
-        _, checksum = self.receive(offer, 0, manifest.total_bytes)
-        if checksum != manifest.checksum:
-            raise WeightSyncError(
-                f"weights {name_of(manifest)}: what arrived hashes to {checksum}, the trainer packed {manifest.checksum}; "
-                "they were damaged on their way, and the engine keeps those it has"
-            )
-        self._arrived = checksum
+        for _ in range(TRIES):
+            _, checksum = self.receive(offer, 0, manifest.total_bytes)
+            if checksum == manifest.checksum:
+                self._arrived = checksum
+                return
+        raise WeightSyncError(
+            f"weights {name_of(manifest)}: what arrived hashes to {checksum}, the trainer packed {manifest.checksum}; "
+            f"they were damaged on their way {TRIES} times, and the engine keeps those it has"
+        )
 
     def receive(self, offer: WeightsOffer, start: int, num_bytes: int) -> tuple[np.ndarray, str]:
         """Bytes of the slot that is offered, uint8[num_bytes], and their hash. They lie in the block, until others are received.
 
         Raises DeadlineExceeded where they do not come in time, PeerLost where they will not come, with the trainer's own word where it
-        gave one.
+        gave one; each of them when it has come again, over a new connection.
         """
-        manifest, self._arrived, hasher = offer.manifest, "", xxhash.xxh3_128()
+        manifest, self._arrived = offer.manifest, ""
         self._block.resize(num_bytes)
         block = self._block.map(writable=True)[:num_bytes]
-        try:
-            line, group = self._connection or self._connect()
-            line.say(_Ask(offer.slot, manifest.incarnation, manifest.version, start, num_bytes))
-            _answer(line, self._deadline_s)
-            self._receive(line, group, block, hasher)
-        except SlipstreamError as error:
-            self._disconnect()
-            raise type(error)(f"weights {name_of(manifest)} have not arrived: {error}") from error
-        return block, hasher.hexdigest()
+        ask = _Ask(offer.slot, manifest.incarnation, manifest.version, start, num_bytes)
+        for tries_left in reversed(range(TRIES)):
+            hasher = xxhash.xxh3_128()
+            try:
+                line, group = self._connection or self._connect()
+                line.say(ask)
+                _answer(line, self._deadline_s)
+                self._receive(line, group, block, hasher)
+                return block, hasher.hexdigest()
+            except SlipstreamError as error:
+                self._disconnect()
+                if not tries_left:
+                    raise type(error)(f"weights {name_of(manifest)} have not arrived: {error}") from error
+                print(f"weights {name_of(manifest)}: {error}; asked for again", file=sys.stderr, flush=True)  # log/engine-0.log
+        raise AssertionError("the last try returns or raises")
 
     def __call__(self, offer: WeightsOffer) -> str:
         """The checksum of the engine's own copy; fetches first what is not here yet. Raises what `fetch` and `WeightSet.apply` raise."""

@@ -52,7 +52,7 @@ class FileDeltaPublisher(Publisher):
         if manifest.deltas and manifest.deltas[-1].version == version:
             self._write_part(manifest)
         if self._whole is None or not _leads_on(self._whole, manifest):
-            self._files.pack(version, incarnation, version)  # a number for each: it never removes one by itself
+            self._files.write(incarnation, version)
             self._whole = WholeWeights(incarnation=incarnation, version=version, checksum=manifest.checksum)
         self._keep(slot, {self._directory.file(self._whole.incarnation, self._whole.version), *_part_files(self._directory, manifest)})
         return msgspec.structs.replace(manifest, whole=self._whole)
@@ -86,7 +86,10 @@ class FileDeltaPublisher(Publisher):
         before = set().union(*self._needed.values())
         self._needed[slot] = files
         for path in before - set().union(*self._needed.values()):
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise RunFolderError(f"{path} cannot be removed, and no engine needs it any more: {error.strerror or error}") from error
 
 
 def file_delta_weights(model: Source, directory: WeightDirectory) -> DeltaWeights:

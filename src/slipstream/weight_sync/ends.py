@@ -1,4 +1,4 @@
-"""The two ends of weight sync. Each transport and payload has a pair of them; `launch/assemble.py` picks it by the settings."""
+"""The two ends of weight sync. Each transport and payload has a pair of them; `launch/assemble_weights.py` picks it by the settings."""
 
 from __future__ import annotations
 

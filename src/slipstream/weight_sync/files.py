@@ -45,14 +45,20 @@ class FilePublisher(Publisher):
         check_room(directory.path, num_slots * self.layout.total_bytes)
 
     def pack(self, slot: int, incarnation: int, version: int) -> Manifest:
-        """Write the current weights, whole and on disk when this returns. The caller owns the slot: the file that was in it is removed.
+        """Write the current weights (`write`). The caller owns the slot: the file that was in it is removed."""
+        manifest = self.write(incarnation, version, instead_of=self._written.pop(slot, None))
+        self._written[slot] = self._directory.file(incarnation, version)
+        return manifest
+
+    def write(self, incarnation: int, version: int, instead_of: Path | None = None) -> Manifest:
+        """Write the current weights, whole and on disk when this returns. `instead_of` is removed before.
 
         Raises RunFolderError where the disk refuses; a file that is not whole never has the name of one.
         """
         path = self._directory.file(incarnation, version)
         try:
-            if slot in self._written:
-                self._written.pop(slot).unlink(missing_ok=True)
+            if instead_of is not None:
+                instead_of.unlink(missing_ok=True)
             manifest = self._write(incarnation, version)
             os.replace(self._directory.temporary, path)
         except OSError as error:
@@ -62,7 +68,6 @@ class FilePublisher(Publisher):
                 f"weights {incarnation}.{version} cannot be written to {path}: {error.strerror or error}. "
                 "Free space there or name another weight_sync.directory, and --resume"
             ) from error
-        self._written[slot] = path
         return manifest
 
     def _write(self, incarnation: int, version: int) -> Manifest:

@@ -15,9 +15,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from slipstream.engines.vllm.engine import VllmEngine, _Request
-from slipstream.engines.vllm.labels import BASE, Version, adapter_name
+from slipstream.engines.vllm.labels import Version, adapter_name
 from slipstream.engines.vllm.shelf import Shelf
-from slipstream.errors import WeightSyncError
 from slipstream.types import Purpose, StopReason
 
 
@@ -78,6 +77,6 @@ class AdapterEngine(VllmEngine):
         return adapter_name(request.on), request.on
 
     def _made_by(self, label: str, sent_under: Version) -> Version:
-        if label != BASE:
-            raise WeightSyncError(f'the server samples over base weights labelled "{label}", which this run did not give it')
+        if label != self.labels.base:
+            raise self.labels.not_ours(label)
         return sent_under

@@ -1,6 +1,7 @@
 """Versions of an adapter into a server, each one beside what runs: what `loop.py` asks for where adapters travel alone.
 
 bring    the bytes are proved and written as a folder that peft knows           adapter_files.py
+         the server still holds the base that it was given                      GET  /weight_info
          a place is made: an adapter that nothing needs goes                    POST /v1/unload_lora_adapter
          the server reads the folder, and its workers use all of it             POST /v1/load_lora_adapter, /collective_rpc
          its logprobs of the probe's tokens are the trainer's
@@ -16,7 +17,7 @@ from typing import Protocol
 from slipstream.beside import beside
 from slipstream.engines.vllm.adapter_engine import AdapterEngine
 from slipstream.engines.vllm.client import Client, Failed, Refused
-from slipstream.engines.vllm.labels import ADAPTER_PREFIX, Version, adapter_name, label_of
+from slipstream.engines.vllm.labels import ADAPTER_PREFIX, Version, adapter_name, name_of_version
 from slipstream.engines.vllm.weights import UPDATE_S, Adopted, ServerWeights
 from slipstream.errors import WeightSyncError
 from slipstream.protocols import WeightsOffer
@@ -51,6 +52,7 @@ class ServerAdapters:
         version = (offer.manifest.incarnation, offer.manifest.version)
         self._remove_evicted()
         checksum, folder = await beside(self._files.write, offer)
+        await self._check_base()
         await self._make_place()
         began = time.perf_counter()
         await self._load(version, folder)
@@ -61,6 +63,12 @@ class ServerAdapters:
         assert self._brought is not None, "it has been brought"
         self._engine.adopt((offer.manifest.incarnation, offer.manifest.version), self._brought.checksum)
         return self._brought
+
+    async def _check_base(self) -> None:
+        """Raises what it means where the server does not hold this run's base any more: it would take the adapter all the same."""
+        label = (await self._client.get("/weight_info"))["weight_version"]
+        if label != self._engine.labels.base:
+            raise self._engine.labels.not_ours(label)
 
     async def _make_place(self) -> None:
         """Unload what nothing needs, or wait until something ends that does: its stream has a deadline from token to token."""
@@ -84,9 +92,9 @@ class ServerAdapters:
         try:
             await self._client.post("/v1/load_lora_adapter", body, UPDATE_S)
         except (Refused, Failed) as error:
-            raise WeightSyncError(f"the server refuses adapter {label_of(version)}: {error}") from error
+            raise WeightSyncError(f"the server refuses adapter {name_of_version(version)}: {error}") from error
         reports = (await self._client.post("/collective_rpc", {"method": "slipstream_newest_adapter"}))["results"]
         unused = set.intersection(*(set(report["unused"]) for report in reports))  # a worker may have some of the layers alone
         if unused or not any(report["used"] for report in reports):
             which = ", ".join(sorted(unused)[:3]) or "any layer"
-            raise WeightSyncError(f"the server took adapter {label_of(version)}, but computes without its part for {which}")
+            raise WeightSyncError(f"the server took adapter {name_of_version(version)}, but computes without its part for {which}")

@@ -3,6 +3,7 @@
 GET  /health, /version, /v1/models       it answers, this key is its key, its version was tested, its context is long enough
 GET  /is_paused, without a key           refused: whoever reaches the control routes can replace the weights
 POST /collective_rpc slipstream_about    the plugin is loaded; the weight engine, the logprobs and the model are those of this run
+GET  /weight_info                        who gave it weights: where another run has taken it meanwhile, it is not taken back
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 
 from slipstream.engines.vllm.arrays import Tells, Wants, what_it_tells
 from slipstream.engines.vllm.client import MAX_LINE_BYTES, Client, Refused, Transient
+from slipstream.engines.vllm.labels import Labels, giver_of, taken_by
 from slipstream.engines.vllm.server import ADAPTER_VARIABLE, HEALTH_INTERVAL_S, LOGPROBS_MODE, PROBES, AdapterRoom
 from slipstream.engines.vllm.versions import check_version, device_note
 from slipstream.errors import ConfigError, DeadlineExceeded, ModelError
@@ -49,11 +51,12 @@ class Attached:
     notes: tuple[str, ...]  # what a person should know of it
 
 
-async def attach(url: str, needs: Needs, wait_s: float = ATTACH_S) -> Attached:
-    """Wait for the server and ask it what it is.
+async def attach(url: str, needs: Needs, labels: Labels, *, again: bool = False, wait_s: float = ATTACH_S) -> Attached:
+    """Wait for the server and ask it what it is. `again`: it has been this engine before, in this incarnation.
 
     DeadlineExceeded where nothing answers, `client.Refused` for another key or closed control routes, ModelError for a version that was not
-    tested, a missing plugin or another model, ConfigError for what its command line should say differently, a key above all.
+    tested, a missing plugin or another model, ConfigError for what its command line should say differently, a key above all, and for a
+    server that another run has taken from this one.
     """
     client = Client(url, key=os.environ.get(KEY_VARIABLE))
     try:
@@ -64,12 +67,13 @@ async def attach(url: str, needs: Needs, wait_s: float = ATTACH_S) -> Attached:
         served = (await client.get("/v1/models"))["data"][0]
         about = await _about(client, url)
         _check(url, needs, served.get("max_model_len"), about)
+        taken = _giver_note(url, (await client.get("/weight_info"))["weight_version"], labels, again)
         tells = what_it_tells(about, needs.wants, f"the server at {url}")
         _make_room(client, tells, needs.max_context)
     except BaseException:
         await client.close()
         raise
-    notes = (clear_note(url), device_note(version, about["device"]))
+    notes = (clear_note(url), device_note(version, about["device"]), taken)
     return Attached(client, served["id"], tells, tuple(note for note in notes if note is not None))
 
 
@@ -128,6 +132,17 @@ def clear_note(url: str) -> str | None:
     if not url.startswith("http://") or host == "localhost" or _is_loopback(host):
         return None
     return f"the key of the server at {url} travels in the clear, and rollouts with it: use https:// or a tunnel (docs/vllm.md)"
+
+
+def _giver_note(url: str, label: str, labels: Labels, again: bool) -> str | None:
+    """What a person is told where somebody else gave the server its weights. ConfigError where that was after this run had."""
+    giver = giver_of(label)
+    if giver is None or giver == labels.giver:
+        return None
+    if again:
+        raise ConfigError(f"{url}: {taken_by(giver)}. A server can be one engine of one run: start another one, and name it in engine.urls")
+    run_id, _, engine_id = giver.rpartition("/")
+    return f"the server at {url} was {engine_id} of run {run_id} before. If that run still trains, it ends: a server can be one engine of one run"
 
 
 def _is_loopback(host: str) -> bool:

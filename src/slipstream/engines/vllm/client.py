@@ -4,6 +4,7 @@
     connection refused, reset, cut off      Transient                         yes, while the budget lasts
     5xx                                     Failed, a Transient               yes (the connection is vLLM's to close after a 500)
     4xx                                     Refused: our own mistake          never
+    404 of a name that it served before     StartedAnew                       never: attaching anew mends it
     nothing, past the deadline              DeadlineExceeded                  never: a server that hangs hangs again
 
 Tried again are reads and generations, from their last token; a control call that changes something is made once. The budget is one for
@@ -19,6 +20,7 @@ from typing import Any
 
 import aiohttp
 
+from slipstream.engines.vllm.labels import StartedAnew
 from slipstream.errors import DeadlineExceeded, PeerLost, RunFailed
 
 CONTROL_S = 60.0
@@ -124,7 +126,7 @@ class Client:
                         ended = True
                         break
                     yield _chunk(path, line[6:])
-        except Transient:  # which is an OSError, too
+        except PeerLost:  # which is an OSError, too
             raise
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self.address} sent no token for {self._token_s:.0f} s") from error
@@ -156,12 +158,12 @@ class Client:
         return Transient(f"{self.address} could not be asked for {path}: {error or type(error).__name__}")
 
 
-def _error(method: str, path: str, status: int, text: str) -> Refused | Failed:
+def _error(method: str, path: str, status: int, text: str) -> Refused | Failed | StartedAnew:
     said = _message(text)
     if status in (401, 403):
         return Refused(f"{method} {path}: the server wants another key ({status}): set SLIPSTREAM_VLLM_KEY to that of the server")
     if status == 404 and said.startswith("The model "):  # vLLM's words for a name that it does not serve
-        return Refused(f"{method} {path}: the server holds nothing of that name (has it been started anew?). It says: {said}")
+        return StartedAnew(f"{method} {path}: the server holds nothing of that name: it has been started anew. It says: {said}")
     if status == 404:
         return Refused(
             f"{method} {path}: the server has no such route; start it with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (docs/vllm.md). "

@@ -24,7 +24,7 @@ from slipstream.engines.interrupts import CONTINUE, InterruptPolicy
 from slipstream.engines.requests import Decode, StopStrings, check_request, make_stops
 from slipstream.engines.vllm.arrays import CUT_OFF, NOTHING_TOLD, Tells, kept_sets, num_logprobs
 from slipstream.engines.vllm.client import Transient
-from slipstream.engines.vllm.labels import Version, label_of, version_of
+from slipstream.engines.vllm.labels import Labels, Version, name_of_version
 from slipstream.engines.vllm.outbox import Outbox
 from slipstream.errors import RunFailed, WeightSyncError
 from slipstream.types import Frame, GenerateRequest, Purpose, RequestKey, Sampling, StopReason
@@ -78,7 +78,8 @@ class _Request:
 class VllmEngine:
     """What `launch.engine_socket.serve` wants of an engine. Lives in one event loop.
 
-    `vocab_size` bounds token ids; `decode` turns ids into text, for stop strings; `model` is the name the server knows the model by.
+    `labels`: of the weights that it is given; `model`: the name it knows the model by. `vocab_size` bounds token ids; `decode` turns ids
+    into text, for stop strings.
     `wake` is set whenever there is something to send or to do.
     """
 
@@ -86,6 +87,7 @@ class VllmEngine:
         self,
         server: TokenSource,
         *,
+        labels: Labels,
         engine_id: str,
         model: str,
         slots: int,
@@ -95,7 +97,7 @@ class VllmEngine:
         policy: InterruptPolicy = CONTINUE,
         tells: Tells = NOTHING_TOLD,
     ):
-        self.engine_id, self.slots = engine_id, slots
+        self.engine_id, self.slots, self.labels = engine_id, slots, labels
         self.version: Version = (0, -1)  # -1: no weights yet
         self.checksum = ""
         self.wake = asyncio.Event()
@@ -336,7 +338,7 @@ class VllmEngine:
         body = {
             "model": model,
             "token_ids": tokens[:-1] if again else tokens,
-            "cache_salt": label_of(version),
+            "cache_salt": self.labels.of(version),
             "stream": True,
             "sampling_params": {
                 "max_tokens": 1 if again else request.room,
@@ -355,7 +357,7 @@ class VllmEngine:
 
     def _made_by(self, label: str, sent_under: Version) -> Version:
         """The weights with this label on their tokens, in a stream that was sent under `sent_under`."""
-        return version_of(label)
+        return self.labels.version_of(label)
 
     def _read_by(self, version: Version, request: _Request) -> None:
         """These weights make the keys and values of all the request's tokens."""
@@ -402,9 +404,9 @@ class VllmEngine:
         """WeightSyncError for weights that the server did not have while the stream ran, and for an evaluation by others than pinned."""
         newest = self._incoming[0] if self._incoming else self.version
         if not oldest <= version <= newest:
-            raise WeightSyncError(f"the server sampled with weights {label_of(version)}, but was given {label_of(newest)}")
+            raise WeightSyncError(f"the server sampled with weights {name_of_version(version)}, but was given {name_of_version(newest)}")
         if request.request.purpose is Purpose.EVAL and self._pinned is not None and version != self._pinned[0]:
-            raise WeightSyncError(f"an evaluation of version {label_of(self._pinned[0])} was sampled by {label_of(version)}")
+            raise WeightSyncError(f"an evaluation of version {name_of_version(self._pinned[0])} was sampled by {name_of_version(version)}")
 
     def _end(self, request: _Request, reason: StopReason, routed: str | None = None) -> None:
         """`routed`: how the server routed it, as it says; asked for only where its routing is kept."""

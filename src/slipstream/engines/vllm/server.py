@@ -1,6 +1,6 @@
 """One vLLM server of this run's own: started, waited for, watched, ended.
 
-    the engine's role ──spawn──► vllm serve --uds <private directory>/engine-0.vllm         log/engine-0.vllm.log
+    the engine's role ──spawn──► vllm serve --uds <private directory>/engine-0.vllm         log/engine-0-vllm.log
             │                        └─► engine core, workers      each ends with its parent, and all with the role's process group
             └── exit status, at once, with the last lines of that log
 
@@ -98,7 +98,7 @@ class ServerSpec:
             "VLLM_SERVER_DEV_MODE": "1",  # the control routes
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            "SLIPSTREAM_VLLM_OWNED": "1",  # see `plugin/slipstream_vllm/parent.py`
+            "SLIPSTREAM_VLLM_OWNED": str(os.getpid()),  # see `plugin/slipstream_vllm/parent.py`
         }
         if self.adapters is not None:
             own[ADAPTER_VARIABLE] = "1"

@@ -10,6 +10,7 @@ POST /resume                     unless it may hold a mixture, or one version un
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.deadlines import LOAD_S
 from slipstream.engines.vllm.client import Client
 from slipstream.engines.vllm.engine import VllmEngine
-from slipstream.engines.vllm.labels import label_of
+from slipstream.engines.vllm.labels import Labels, name_of_version
 from slipstream.errors import PeerLost, SlipstreamError, WeightSyncError
 from slipstream.protocols import Manifest, WeightsOffer
 from slipstream.weight_sync.probe import ProbeRecord, Reading, probe_tokens
@@ -43,11 +45,11 @@ class Adopted:
     repaired: str = ""  # why what had changed was refused and whole weights were taken instead
 
 
-def update_info(path: str, manifest: Manifest, label: str | None = None) -> dict[str, Any]:
+def update_info(path: str, manifest: Manifest, label: str) -> dict[str, Any]:
     """What slipstream's weight engines are told (`plugin/slipstream_vllm/block.py`)."""
     return {
         "path": path,
-        "label": label or label_of((manifest.incarnation, manifest.version)),
+        "label": label,
         "checksum": manifest.checksum,
         "total_bytes": manifest.total_bytes,
         "entries": [(e.name, e.dtype, e.shape, e.offset, e.nbytes) for e in manifest.entries],
@@ -62,31 +64,32 @@ def _refused(report: _Report | None, label: str) -> bool:
 
 def _checksum(label: str, reports: list[_Report | None], failed: PeerLost | None) -> str:
     """The hash of the bytes that all workers hold as weights `label`; raises why they do not."""
+    name = label.rpartition("/")[2]
     broken = [report["error"] for report in reports if report is not None and report["broken"]]
     if broken:
         raise NotWhole(
-            f"the server holds neither weights {label} nor those before whole ({broken[0]}). It stays paused: nothing is sampled with a "
+            f"the server holds neither weights {name} nor those before whole ({broken[0]}). It stays paused: nothing is sampled with a "
             "mixture. slipstream starts a server of its own anew; one that it was attached to must be started anew by hand (engine.urls)"
         )
     known = [report for report in reports if report is not None and report["label"] == label]
     if not known or len(known) < len(reports):
-        raise failed or WeightSyncError(f"the server does not report on weights {label}: {reports}")
+        raise failed or WeightSyncError(f"the server does not report on weights {name}: {reports}")
     errors = [f"worker {rank}: {report['error']}" for rank, report in enumerate(known) if report["error"]]
     if errors and len(errors) < len(known):
-        raise NotWhole(f"some of the server's workers hold weights {label}, others refuse them ({errors[0]}). It stays paused")
+        raise NotWhole(f"some of the server's workers hold weights {name}, others refuse them ({errors[0]}). It stays paused")
     if errors:
-        raise WeightSyncError(f"the server refuses weights {label}: {errors[0]}")
+        raise WeightSyncError(f"the server refuses weights {name}: {errors[0]}")
     checksums = {report["checksum"] for report in known}
     if failed is not None or len(checksums) != 1:
-        raise failed or WeightSyncError(f"the server's workers received different bytes as weights {label}: {sorted(checksums)}")
+        raise failed or WeightSyncError(f"the server's workers received different bytes as weights {name}: {sorted(checksums)}")
     return checksums.pop()
 
 
 class ServerWeights:
-    """Gives one server its weights, and looks at what it makes of them. `model`: the name it serves."""
+    """Gives one server its weights, and looks at what it makes of them. `model`: the name it serves; `labels`: of the weights."""
 
-    def __init__(self, client: Client, model: str, vocab_size: int):
-        self._client, self._model = client, model
+    def __init__(self, client: Client, model: str, vocab_size: int, labels: Labels):
+        self._client, self._model, self.labels = client, model, labels
         self._tokens = probe_tokens(vocab_size)
         self._record = ProbeRecord()
         self._first = True
@@ -99,8 +102,18 @@ class ServerWeights:
 
         With `recompute`, keys and values of older weights are dropped; at the first update always, since they may be another run's.
         Raises WeightSyncError where the weights are refused: the server then goes on with what it held. NotWhole, PeerLost or
-        DeadlineExceeded where it holds a mixture, or nobody knows what: it stays paused.
+        DeadlineExceeded where it holds a mixture, or nobody knows what: it stays paused. A cancellation waits for the end of the update:
+        broken off, it would leave the server paused, which may be somebody else's.
         """
+        label = label or self.labels.of((manifest.incarnation, manifest.version))
+        task = asyncio.create_task(self._update(path, manifest, label, recompute, paused), name=f"vLLM: update to {label}")
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait({task})  # each of its calls has a deadline
+            raise
+
+    async def _update(self, path: str, manifest: Manifest, label: str, recompute: bool, paused: Callable[[], None]) -> str:
         await self._client.post("/pause", mode="keep", clear_cache="true" if recompute or self._first else "false")
         whole = True  # it holds one version, under its label
         try:
@@ -109,9 +122,9 @@ class ServerWeights:
             info = update_info(path, manifest, label)
             whole = False
             reports, failed = await self._load(info)
-            whole = bool(reports) and all(_refused(report, info["label"]) for report in reports)
-            checksum = _checksum(info["label"], reports, failed)
-            await self._client.post("/finish_weight_update", {"weight_version": info["label"]})
+            whole = bool(reports) and all(_refused(report, label) for report in reports)
+            checksum = _checksum(label, reports, failed)
+            await self._client.post("/finish_weight_update", {"weight_version": label})
             whole = True
         finally:
             if whole:
@@ -130,26 +143,26 @@ class ServerWeights:
 
     async def warm_up(self) -> None:
         """Ask for something, whatever weights there are: a server's first answer takes seconds (4 on two cores), later ones do not."""
-        await self._logprobs("warm up", self._model)
+        await self._logprobs("warm up", self._model, LOAD_S)
 
     async def probe(self, manifest: Manifest, model: str | None = None) -> Reading:
         """Compare the server's logprobs of the fixed tokens with the trainer's. WeightSyncError where they are not of the same weights.
         `model`: the name of an adapter."""
-        label = label_of((manifest.incarnation, manifest.version))
-        engine = await self._logprobs(f"probe {label}", model or self._model)
+        name = name_of_version((manifest.incarnation, manifest.version))
+        engine = await self._logprobs(f"probe {self.labels.of((manifest.incarnation, manifest.version))}", model or self._model, UPDATE_S)
         reading = self._record.read(engine, np.array(manifest.probe))
         if reading.problem is not None:
             raise WeightSyncError(
-                f"the probe of weights {label}: the server's logprobs of fixed tokens are not the trainer's: {reading.problem}"
+                f"the probe of weights {name}: the server's logprobs of fixed tokens are not the trainer's: {reading.problem}"
             )
         return reading
 
-    async def _logprobs(self, salt: str, model: str) -> np.ndarray:
+    async def _logprobs(self, salt: str, model: str, deadline_s: float) -> np.ndarray:
         """float[63]: the server's logprob of each of the probe's tokens but the first. `salt`: for the prefix cache."""
         # top_k: a server that tells what sampling kept wants one. It concerns the token that is sampled, not the prompt's logprobs.
         sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "prompt_logprobs": 0, "detokenize": False}
         body = {"model": model, "token_ids": self._tokens.tolist(), "sampling_params": sampling, "cache_salt": salt}
-        answer = await self._client.retrying(lambda: self._client.post("/inference/v1/generate", body))
+        answer = await self._client.retrying(lambda: self._client.post("/inference/v1/generate", body, deadline_s))
         entries = answer["prompt_logprobs"][1:]
         return np.array([e[str(t)]["logprob"] for e, t in zip(entries, self._tokens[1:].tolist(), strict=True)])
 
