@@ -122,7 +122,7 @@ def main_table(report: Report, models: Models, mean: int, options: argparse.Name
 
 
 def measured(ways: Sequence[Way], work: Work, rounds: int) -> dict[str, list[float]]:
-    """Useful tokens per second of each way, round by round, each with prompts of its own, after a short warm-up; what comes out is counted."""
+    """Useful tokens per second of each way, round by round, which has prompts of its own, after a warm-up; what comes out is counted."""
     warm = make_work("warm-up", [2] * min(work.num_requests, BATCH), VOCABULARY)
     rates: dict[str, list[float]] = {way.name: [] for way in ways}
 

@@ -159,7 +159,15 @@ def _outcome(side: str, steps: list[dict[str, Any]], log: dict[str, Any]) -> Out
         dropped = (wasted + sum(s["masked_stale_tokens"] for s in steps)) // NEW_TOKENS
     wasted_time = log["cut_off_s"] / max(1e-9, log["cut_off_s"] + log["latency_s"])
     return Outcome(
-        log["since_first_s"], len(steps), trained, dropped, log["finished"], log["cut_off"], wasted_time, log["running"], log["most_running"]
+        log["since_first_s"],
+        len(steps),
+        trained,
+        dropped,
+        log["finished"],
+        log["cut_off"],
+        wasted_time,
+        log["running"],
+        log["most_running"],
     )
 
 
@@ -239,8 +247,8 @@ def tell(report: Report, outcomes: dict[float, dict[str, Outcome]]) -> None:
             *("speed", "side", "answered", "trained", "too old", "given up", "trained share", "time given up"),
             *("waiting", "running", "most in flight"),
         ),
-        "Given up: before the server had answered. Trained share: of those that were trained, too old or given up. Time given up: share of the "
-        "server's time that went into those. At the end, listed apart: waiting in a queue or in a group that is not whole; still running.",
+        "Given up: before the server had answered. Trained share: of those that were trained, too old or given up. Time given up: share of "
+        "the server's time that went into those. At the end, listed apart: waiting in a queue or in a group that is not whole; running.",
     )
     for speed, sides in outcomes.items():
         ratios = {name: sides[name].rate / max(sides["trl"].rate, 1e-9) for name in SIDES[1:]}

@@ -28,6 +28,7 @@ from vllm_server import LABELS, ROOT, START_S, needs_vllm, tiny_model, vllm_pyth
 from slipstream import train
 from slipstream.config.load import load_config
 from slipstream.controller.controller import COMMIT_WITHIN_S
+from slipstream.controller.ledger import LedgerReader
 from slipstream.engines.vllm import attach as attaching
 from slipstream.engines.vllm import versions
 from slipstream.engines.vllm.arrays import Wants
@@ -204,3 +205,30 @@ def test_a_server_is_added_another_is_killed_and_comes_back(tmp_path: Path, monk
             run.process.send_signal(signal.SIGINT)
             assert run.ended() == 0, run.output
     check_pool(tmp_path / "run" / "ledger.sqlite", dead="engine-0", alive="engine-1")
+
+
+def run_id(run: LiveRun) -> str:
+    with LedgerReader.open(run.folder / "ledger.sqlite") as ledger:
+        return ledger.last_start.run_id
+
+
+def test_a_server_that_a_second_run_takes_ends_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the next token, and without trying to get it back: no token of the one run's weights is taken for one of the other's."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    monkeypatch.setenv(KEY_VARIABLE, "sesame")
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    files = [vllm_run(tmp_path / name, urls=[url], slots=8) for name in ("first", "second")]
+    script = with_key(command(tmp_path / "first" / "model", port), "sesame")
+    with started(script, tmp_path / "server.log"), LiveRun(files[0]) as first:
+        first.until(lambda: first.steps() >= 1, START_S)
+        with LiveRun(files[1]) as second:
+            second.until(lambda: first.process.poll() is not None, START_S)
+            assert first.ended() == 1
+            second.until(lambda: second.steps() >= 2, START_S)
+            second.process.send_signal(signal.SIGINT)
+            assert second.ended() == 0, second.output
+            ids = [run_id(run) for run in (first, second)]
+            assert f"the server has been taken by engine-0 of run {ids[1]}" in first.output
+            assert f"was engine-0 of run {ids[0]} before" in second.output

@@ -53,7 +53,14 @@ class Adapters:
         self.live, self.trainer = live, Adapter.of(model, context.config.lora, context.config.model)
         self.publisher = ProbedPublisher(build_publisher(context, model, self.trainer, slots), model)
         self.engine = AdapterEngine(
-            live.client, labels=LABELS, engine_id="engine-0", model=MODEL, slots=4, max_context=128, vocab_size=VOCABULARY, policy=policy,
+            live.client,
+            labels=LABELS,
+            engine_id="engine-0",
+            model=MODEL,
+            slots=4,
+            max_context=128,
+            vocab_size=VOCABULARY,
+            policy=policy,
             places=PLACES,
         )
         spec = ChildSpec(role="engine-0", roles=(), run_folder=str(folder), threads=1, socket_folder=str(folder), lifeline=-1, page=-1)

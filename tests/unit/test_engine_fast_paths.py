@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ import torch
 from engine_harness import Driver, make_engine, plain, prompt, request, tiny_model
 from torch import nn
 
+from slipstream import processor
+from slipstream.engines.embedded import product_forms
 from slipstream.engines.embedded import products as products_module
+from slipstream.engines.embedded.product_forms import Form, Mkl, OneDnn, same_bits
 from slipstream.engines.embedded.products import Products
 from slipstream.models import dense_rows, memory
 from slipstream.models.dense_rows import DenseRows
@@ -134,30 +138,37 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
 
 # ---- packed weights ---------------------------------------------------------------------------------------------------------------
 
-packs = pytest.mark.skipif(not products_module._can_pack(), reason="torch has no MKL here")
+OWN = product_forms.form()
+OTHERS = [kind() for kind in (Mkl, OneDnn) if kind.available() and not isinstance(OWN, kind)]
+FORMS = [OWN, *(other for other in OTHERS if same_bits(other, 576, 576, torch.float32, 1))]  # where another packs anything at all
+
+
+@pytest.fixture(params=FORMS, ids=lambda form: type(form).__name__)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Form:
+    """This machine's own, and others that would do."""
+    monkeypatch.setattr(product_forms, "form", lambda: request.param)
+    return request.param
 
 
 def packed_layers(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module.weight in products_module._packs]
 
 
-@packs
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "qwen2"])
-def test_packed_weights_give_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_weights_give_the_same_bits(kind: str, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before all are packed, after, and across a change of the weights."""
     made: list[torch.Size] = []
-    pack = products_module._pack
-    monkeypatch.setattr(products_module, "_pack", lambda weight: made.append(weight.shape) or pack(weight))
+    pack = form.pack
+    monkeypatch.setattr(form, "pack", lambda weight: made.append(weight.shape) or pack(weight))
     packed = mixed_run(kind)
     assert len(made) > 10
     monkeypatch.setattr(products_module, "PACKED_BYTES", 0)
     assert mixed_run(kind) == packed
 
 
-@packs
 @pytest.mark.parametrize("threads", [1, 2])
-def test_bits_do_not_depend_on_what_is_packed_by_now(threads: int) -> None:
-    """Layers as wide as real ones, whose sums the library takes in pieces; with so many inputs in one that it is never packed."""
+def test_bits_do_not_depend_on_what_is_packed_by_now(threads: int, form: Form) -> None:
+    """Layers as wide as real ones, whose sums the library takes in pieces; with so many inputs in one that MKL's form is never used."""
     torch.manual_seed(0)
     first = (nn.Linear(576, 576) for _ in range(6))  # packed before the others are
     layers = [*first, nn.Linear(576, 1536), nn.SiLU(), nn.Linear(1536, 576), nn.Linear(576, 2048), nn.SiLU(), nn.Linear(2048, 96)]
@@ -173,13 +184,12 @@ def test_bits_do_not_depend_on_what_is_packed_by_now(threads: int) -> None:
                 with products.fast():
                     outputs.append(model(x[:rows]))
             assert all(torch.equal(out, outputs[0]) for out in outputs), rows
-            assert bool(packed_layers(model)) == (rows <= 48)
+            assert bool(packed_layers(model)) == (rows in form.rows)
     finally:
         torch.set_num_threads(before)
 
 
-@packs
-def test_packing_is_spread_over_passes() -> None:
+def test_packing_is_spread_over_passes(form: Form) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))).requires_grad_(False)
     products, x = Products(model), torch.randn(8, 64)
     counts = []
@@ -190,8 +200,7 @@ def test_packing_is_spread_over_passes() -> None:
     assert counts == [2, 4, 6, 8, 10, 12, 14, 16, 16]
 
 
-@packs
-def test_a_packed_form_never_outlives_its_weight() -> None:
+def test_a_packed_form_never_outlives_its_weight(form: Form) -> None:
     """Weights arrive as bytes, which torch does not see: `forget` is for that. Frozen ones stay packed."""
     torch.manual_seed(0)
     model, x = Layers(False).requires_grad_(False), torch.randn(8, 48)
@@ -211,8 +220,7 @@ def test_a_packed_form_never_outlives_its_weight() -> None:
     assert not set(weights) & {id(weight) for weight in products_module._packs}
 
 
-@packs
-def test_new_weights_reach_packed_layers() -> None:
+def test_new_weights_reach_packed_layers(form: Form) -> None:
     """They are written as bytes, as weight sync does."""
     engine, other = make_engine(tiny_model()), tiny_model(seed=1)
     driver = Driver(engine)
@@ -227,21 +235,39 @@ def test_new_weights_reach_packed_layers() -> None:
     assert max(driver.gap(h, plain(other)) for h in again) < 1e-4
 
 
-@packs
-def test_checking_bits_draws_nothing() -> None:
+def test_checking_bits_draws_nothing(form: Form) -> None:
     """A checkpoint stores the state of torch's generator."""
-    products_module._same_bits.cache_clear()
+    same_bits.cache_clear()
     before = torch.get_rng_state()
-    assert products_module._same_bits(32, 48, torch.get_num_threads())
+    assert same_bits(form, 32, 48, torch.float32, torch.get_num_threads())
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@packs
-def test_where_bits_differ_nothing_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products_module, "_multiply", lambda rows, packed, linear: products_module._turned(rows, linear) + 1e-7)
-    products_module._same_bits.cache_clear()
+def test_where_bits_differ_nothing_is_packed(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form, "packed", lambda rows, packed, linear: torch.nn.functional.linear(rows, linear.weight) + 1e-6)
+    monkeypatch.setattr(form, "plain", lambda rows, linear: torch.nn.functional.linear(rows, linear.weight))
+    same_bits.cache_clear()
     model, x = Layers(False).requires_grad_(False), torch.randn(8, 48)
     with Products(model).fast():
         model(x)
     assert packed_layers(model) == []
-    products_module._same_bits.cache_clear()
+    same_bits.cache_clear()
+
+
+@pytest.mark.parametrize(("vendor", "kind"), [("GenuineIntel", Mkl), ("AuthenticAMD", OneDnn), ("", Mkl)])
+def test_the_form_goes_by_who_made_the_processor(vendor: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by a stopwatch: the forms differ in their last bits, and a run is to be repeated."""
+    monkeypatch.setattr(processor, "vendor", lambda: vendor)
+    assert type(product_forms.form.__wrapped__()) is (kind if OneDnn.available() else Mkl)
+
+
+def test_what_the_kernel_says_of_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f avx512f_other\n\nprocessor\t: 1\nvendor_id\t: Other\n"
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
+    processor._fields.cache_clear()
+    assert (processor.vendor(), processor.vector_units()) == (processor.AMD, ["avx2", "avx512f"])
+    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "none")
+    processor._fields.cache_clear()
+    assert (processor.vendor(), processor.vector_units()) == ("", [])
+    processor._fields.cache_clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream import processor
 from slipstream.config.arithmetic import adapter_places
 from slipstream.config.settings import (
     Config,
@@ -95,7 +96,16 @@ def test_weights_are_packed_up_to_a_bound(monkeypatch):
     assert packed - memory_need(config, SIZE).parts["engine"] == PACKED
 
 
-def test_bfloat16_adds_masters_and_halves_the_rest():
+def test_in_bfloat16_weights_are_packed_on_amd_alone(monkeypatch):
+    config = Config(model=ModelSettings(dtype="bfloat16"), data=DataSettings(eval=None), engine=EngineSettings(slots=8))
+    monkeypatch.setattr(processor, "vendor", lambda: "GenuineIntel")
+    plain = memory_need(config, SIZE).parts["engine"]
+    monkeypatch.setattr(processor, "vendor", lambda: processor.AMD)
+    assert memory_need(config, SIZE).parts["engine"] - plain == PACKED // 2
+
+
+def test_bfloat16_adds_masters_and_halves_the_rest(monkeypatch):
+    monkeypatch.setattr(processor, "vendor", lambda: "GenuineIntel")
     config = Config(model=ModelSettings(dtype="bfloat16"), data=DataSettings(eval=None), engine=EngineSettings(slots=8))
     parts = memory_need(config, SIZE).parts
     assert parts["weight sync"] == 3 * 2_000_000

@@ -43,7 +43,7 @@ def packed() -> tuple[nn.Module, MemoryFile, Manifest]:
 
 
 def info_of(slot: MemoryFile, manifest: Manifest) -> dict[str, Any]:
-    return update_info(f"/proc/{os.getpid()}/fd/{slot.fileno()}", manifest, "a-run/engine-0/1.0")
+    return update_info(f"/proc/{os.getpid()}/fd/{slot.fileno()}", manifest, "a-run/engine-0/2.7")
 
 
 def test_a_block_is_read_from_another_process_memory_file_and_hashed_there() -> None:

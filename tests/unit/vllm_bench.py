@@ -75,8 +75,8 @@ class Bench:
     def __init__(self, fake: FakeVllm, client: Client, policy: InterruptPolicy, slots: int, tells: Tells):
         self.fake, self.client, self.controller = fake, client, FakeController()
         options: dict[str, Any] = {
-            "labels": LABELS, "engine_id": "engine-0", "model": "policy", "slots": slots, "max_context": 64, "vocab_size": VOCABULARY, "policy": policy,
-            "decode": lambda ids: "".join(f"<{i}>" for i in ids), "tells": tells,
+            "labels": LABELS, "engine_id": "engine-0", "model": "policy", "slots": slots, "max_context": 64, "vocab_size": VOCABULARY,
+            "policy": policy, "decode": lambda ids: "".join(f"<{i}>" for i in ids), "tells": tells,
         }  # fmt: skip
         self.engine, weights = self.make(options)
         self.router = FrameRouter()

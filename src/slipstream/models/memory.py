@@ -2,7 +2,7 @@
 
 Trainer      weights + gradients + AdamW's two moments, + float32 master weights for a bfloat16 model, + activations of one micro-batch;
              with an adapter, gradients and moments are the adapter's alone; `model.quantize` holds its linear layers in 4 bits
-Engine       weights, on a CPU in float32 a second time as its library wants them (`products.py`) + keys and values of all slots at full
+Engine       weights, on a CPU a second time as its library wants them (`products.py`) + keys and values of all slots at full
              context, up to 1 GiB of them a second time (`dense_rows.py`); and of saved states; each replica. All but the states once more
              for the copy that an evaluation pins, on one of them
 Frozen       a reference or a teacher: weights + activations of a forward pass, in the logprob stage or beside the trainer's model
@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream import processor
 from slipstream.config.arithmetic import adapter_places, drivers_copy, max_context_tokens
 from slipstream.config.frozen_models import frozen_models, stage_models
 from slipstream.config.settings import Config, ModelSettings
@@ -258,7 +259,8 @@ def _engine_weight_bytes(config: Config, size: ModelSize) -> int:
     element = _ELEMENT_BYTES[config.model.dtype]
     packed = (size.num_linear + size.vocab_size * size.hidden_size) * element
     on_host = _on_host(config.engine.device or config.model.device)
-    packs = on_host and config.model.dtype == "float32" and packed <= _PACKED_BYTES
+    any_dtype = processor.vendor() == processor.AMD  # `product_forms.form`
+    packs = on_host and (any_dtype or config.model.dtype == "float32") and packed <= _PACKED_BYTES
     return size.num_parameters * element + (packed if packs else 0)
 
 

@@ -17,7 +17,7 @@ class Block:
     """What an update is told: the fields of slipstream's `Manifest`, and where the bytes are."""
 
     path: str  # a safetensors file, or /proc/<pid>/fd/<n>: an anonymous memory file of the process that offers it
-    label: str  # "<incarnation>.<version>"
+    label: str  # "<who gives them>/<incarnation>.<version>"
     checksum: str  # xxh3-128 (hex) of the packed block, total_bytes long
     total_bytes: int
     entries: list  # (name, dtype, shape, offset, nbytes) each, in order of their offsets
@@ -30,13 +30,17 @@ class Block:
             for extent in shape:
                 size *= extent
             if size != nbytes or offset < end or offset % ALIGNMENT or offset + nbytes > self.total_bytes:
-                raise ValueError(f"weights {self.label}: the manifest's entry for {name} does not add up")
+                raise ValueError(f"weights {self.name}: the manifest's entry for {name} does not add up")
             end = offset + nbytes
+
+    @property
+    def name(self):
+        return self.label.rpartition("/")[2]
 
     def whole(self, tensors, checksum):
         """The tensors by name, tied ones included, if they hash to what the trainer sent. ValueError otherwise."""
         if checksum != self.checksum:
-            raise ValueError(f"weights {self.label}: the bytes received hash to {checksum}, the trainer sent {self.checksum}")
+            raise ValueError(f"weights {self.name}: the bytes received hash to {checksum}, the trainer sent {self.checksum}")
         # vLLM packs the output head apart from the embedding, and would keep the old one if the tied name were not sent.
         return tensors | {alias: tensors[name] for alias, name in self.aliases.items()}
 
@@ -46,7 +50,7 @@ def from_memory(block):
     with _opened(block) as file:
         held = os.fstat(file.fileno()).st_size
         if held < block.total_bytes:
-            raise ValueError(f"weights {block.label}: {block.path} holds {held} bytes, the manifest says {block.total_bytes}")
+            raise ValueError(f"weights {block.name}: {block.path} holds {held} bytes, the manifest says {block.total_bytes}")
         mapping = mmap.mmap(file.fileno(), block.total_bytes, access=mmap.ACCESS_READ)
     checksum = xxhash.xxh3_128_hexdigest(mapping)
     with warnings.catch_warnings():
@@ -68,7 +72,7 @@ def from_file(block):
             tensor = torch.empty(nbytes, dtype=torch.uint8)
             if file.readinto(tensor.numpy()) != nbytes:
                 raise ValueError(
-                    f"weights {block.label}: {block.path} ended within {name}; it was cut short, or something else writes to it"
+                    f"weights {block.name}: {block.path} ended within {name}; it was cut short, or something else writes to it"
                 )
             hasher.update(tensor.numpy())
             hasher.update(zeros[: -nbytes % ALIGNMENT])
@@ -83,7 +87,7 @@ def _opened(block):
         file = open(block.path, "rb")
     except OSError as error:
         raise ValueError(
-            f"weights {block.label}: {block.path} cannot be opened by the server ({error.strerror}). It must see the trainer's directory "
+            f"weights {block.name}: {block.path} cannot be opened by the server ({error.strerror}). It must see the trainer's directory "
             "(weight_sync.transport = 'files' with whole weights), or run on the run's machine as the same user and see its processes"
         ) from error
     with file:

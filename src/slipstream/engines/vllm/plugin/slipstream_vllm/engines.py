@@ -17,7 +17,7 @@ from slipstream_vllm.load import Broken, load_weights
 class Report:
     """Of one update."""
 
-    label: str  # "<incarnation>.<version>" that was asked for
+    label: str  # that was asked for
     checksum: str = ""  # of the bytes received; "" where they were not those
     error: str = ""  # "" once the model holds them
     broken: bool = False  # the model holds neither version whole
