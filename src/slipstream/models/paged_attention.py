@@ -171,6 +171,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: t
     """[B, H, T, D]. A sink is one more score per head that takes weight and no value."""
     rows, heads, new_tokens, width = query.shape
     kv_heads = key.shape[1]
+    key, value = key.contiguous(), value.contiguous()  # as a product of several rows would lay them out; of one row its sums may be others
     folded = query.reshape(rows, kv_heads, -1, width)  # [B, K, H/K * T, D]
     scores = (folded @ key.transpose(-1, -2)).view(rows, heads, new_tokens, -1) * options.scaling
     if options.softcap is not None:
