@@ -3,7 +3,8 @@
     python benchmarks/report.py [PAGE ...]        default: docs/performance.md, results.md, lora.md, weight_sync.md and vllm.md
 
 `figures: NAME 1` is the first of its tables alone. The block of the name `missed` lists every missed target of the page's other blocks, and
-every one of them without figures.
+every one of them without figures. A block of the name of a folder, results/NAME/, sets the targets of the results there, from another
+machine, beside those of results/.
 
 So that no figure is copied by hand, and each stands with its command, machine and date.
 """
@@ -71,13 +72,27 @@ def missed(results: Path, names: Sequence[str]) -> str:
     return table.markdown()
 
 
+def beside(results: Path, folder: Path) -> str:
+    """Every target that was measured on the other machine, and what it came to here where that was measured in the same form."""
+    table, origins = Table("Targets", ("benchmark", "what", "wanted", "above", "here", "")), []
+    for path in sorted(folder.glob("*.json")):
+        there, here = json.loads(path.read_text()), results / path.name
+        above = {fields["what"]: fields["measured"] for fields in json.loads(here.read_text())["targets"]} if here.exists() else {}
+        targets = [Target(**fields) for fields in there["targets"]]
+        table.rows += [(path.stem, t.what, t.wanted, above.get(t.what, "-"), t.measured, t.verdict("**missed**")) for t in targets]
+        origins.append(f"- {_origin(there)}")
+    return "\n\n".join([table.markdown(), "\n".join(origins)])
+
+
 def fill(text: str, results: Path) -> str:
     """The page with every block made anew; one without recorded results says so. The block `missed` is about all others of the page."""
-    names = [name for _, name, _, _ in BLOCK.findall(text) if name != MISSED]
+    names = [name for _, name, _, _ in BLOCK.findall(text) if name != MISSED and not (results / name).is_dir()]
 
     def block(found: re.Match[str]) -> str:
         if found[2] == MISSED:
             return f"{found[1]}{missed(results, names)}\n{found[4]}"
+        if (folder := results / found[2]).is_dir():
+            return f"{found[1]}{beside(results, folder)}\n{found[4]}"
         path = results / f"{found[2]}.json"
         body = rendered(json.loads(path.read_text()), int(found[3] or 0)) if path.exists() else "Not measured yet."
         return f"{found[1]}{body}\n{found[4]}"

@@ -62,3 +62,17 @@ def test_a_page_lists_what_was_missed_and_what_was_not_measured(tmp_path: Path) 
     record = json.loads((tmp_path / "first.json").read_text())
     assert {"load_before", "load_after", "torch", "transformers"} <= record["machine"].keys()
     assert fill(fill(page, tmp_path), tmp_path) == fill(page, tmp_path)
+
+
+def test_targets_of_another_machine_stand_beside_those_of_the_first(tmp_path: Path) -> None:
+    for folder, speed, more in ((tmp_path, 2.5, {"one": 1.0}), (tmp_path / "other", 1.5, {"two": 2.0})):
+        folder.mkdir(exist_ok=True)
+        report = Report("first", short=True)
+        report.at_least("speed", speed, 2, "x")
+        for what, value in more.items():
+            report.at_least(what, value, 1)
+        report.finish(folder / "first.json")
+    page = fill("<!-- figures: missed -->\n<!-- end -->\n<!-- figures: other -->\nold\n<!-- end -->\n", tmp_path)
+    assert "| first | speed | at least 2x | 2.5x | 1.5x | **missed** |" in page and "| first | two | at least 1 | - | 2 | reached |" in page
+    assert "old" not in page and "one" not in page and "Not measured yet" not in page
+    assert fill(page, tmp_path) == page
