@@ -123,9 +123,11 @@ class LocalRun:
         self.supervisor.report(role, msgspec.structs.replace(failure, message=f"{run.context.where}{failure.message}"))
 
     async def _start_engine(self, engine_id: str, url: str) -> None:
-        again = any(engine_id in run.controller.core.state.engine_starts for run in self._runs)
-        options = {"url": url, "again": "yes"} if again else {"url": url}
-        await self._start(engine_id, self._config.engine.threads, options=options if url else {})
+        options: dict[str, str] = {}
+        if url:
+            again = any(engine_id in run.controller.core.state.engine_starts for run in self._runs)
+            options = {"url": url, "again": "yes"} if again else {"url": url}
+        await self._start(engine_id, self._config.engine.threads, options=options)
 
     async def _start(
         self, role: str, threads: int, listeners: Mapping[int, int] | None = None, options: Mapping[str, str] | None = None
