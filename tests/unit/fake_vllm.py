@@ -217,6 +217,8 @@ class FakeVllm:
         """`failures`: a status ("503", "400"), "cut N" (the connection after N tokens), "event N" (an error in the stream after N tokens),
         "finish REASON" (after one token), "logprob X", "merge N" (N tokens to a chunk), "routing TEXT" (in place of the routed experts)."""
         body = await request.json()
+        if len(salt := body.get("cache_salt", "")) > 128 or set(salt) & set("@/\\\0"):
+            return _json({"error": {"message": f"Parameter 'cache_salt' must not be {salt!r}", "code": 400}}, 400)
         if not body.get("stream"):
             return self._score(body)
         self.requests.append(body)

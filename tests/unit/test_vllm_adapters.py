@@ -375,7 +375,7 @@ def test_a_server_that_was_started_anew_behind_our_back(tmp_path: Path) -> None:
 def test_a_base_that_this_run_did_not_give_it(tmp_path: Path) -> None:
     async def body(bench: AdapterBench) -> None:
         await bench.publish(0)
-        bench.fake.label = "another-run/engine-0/base"
+        bench.fake.label = "another-run:engine-0:base"
         into, ended, _ = bench.open(request())
         with pytest.raises(WeightSyncError, match="taken by engine-0 of run another-run"):
             await bench.until(ended)
@@ -384,7 +384,7 @@ def test_a_base_that_this_run_did_not_give_it(tmp_path: Path) -> None:
     adapters(tmp_path, body)
 
 
-@pytest.mark.parametrize(("label", "error"), [("default", StartedAnew), ("another-run/engine-0/base", WeightSyncError)])
+@pytest.mark.parametrize(("label", "error"), [("default", StartedAnew), ("another-run:engine-0:base", WeightSyncError)])
 def test_an_adapter_is_loaded_over_this_runs_base_alone(tmp_path: Path, label: str, error: type[Exception]) -> None:
     """A server that was started anew while nothing ran would take it, and compute with noise below it."""
 

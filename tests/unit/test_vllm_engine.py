@@ -400,8 +400,8 @@ def test_weights_that_do_not_compute_what_the_trainers_do(tmp_path: Path) -> Non
     ("label", "tell", "error", "words"),
     [
         ("default", True, StartedAnew, 'labelled "default", which no run gave it: it has been started anew'),
-        ("another-run/engine-0/1.0", True, WeightSyncError, "taken by engine-0 of run another-run"),
-        ("a-run/engine-1/1.0", True, WeightSyncError, "taken by engine-1 of run a-run"),
+        ("another-run:engine-0:1.0", True, WeightSyncError, "taken by engine-0 of run another-run"),
+        ("a-run:engine-1:1.0", True, WeightSyncError, "taken by engine-1 of run a-run"),
         (LABELS.of((1, 7)), True, WeightSyncError, r"weights 1\.7, but was given 1\.0"),
         (LABELS.base, True, WeightSyncError, "not those that it was given"),
         (LABELS.of((1, 0)), False, WeightSyncError, "plugin is not loaded"),

@@ -43,7 +43,7 @@ def packed() -> tuple[nn.Module, MemoryFile, Manifest]:
 
 
 def info_of(slot: MemoryFile, manifest: Manifest) -> dict[str, Any]:
-    return update_info(f"/proc/{os.getpid()}/fd/{slot.fileno()}", manifest, "a-run/engine-0/2.7")
+    return update_info(f"/proc/{os.getpid()}/fd/{slot.fileno()}", manifest, "a-run:engine-0:2.7")
 
 
 def test_a_block_is_read_from_another_process_memory_file_and_hashed_there() -> None:
@@ -68,7 +68,7 @@ def test_a_file_is_read_and_hashed_as_if_packed(tmp_path: Path) -> None:
     from slipstream_vllm.block import Block, from_file
 
     model, path, manifest = packed_file(tmp_path)
-    tensors, checksum = from_file(Block(**update_info(str(path), manifest, "a-run/engine-0/2.7")))
+    tensors, checksum = from_file(Block(**update_info(str(path), manifest, "a-run:engine-0:2.7")))
     assert checksum == manifest.checksum
     expected = {name: value.bfloat16() for name, value in model.state_dict().items()}
     assert {name: value.tolist() for name, value in tensors.items()} == {name: value.tolist() for name, value in expected.items()}
@@ -85,7 +85,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: str, words: str) -> N
     if damage == "gone":
         path.unlink()
     with pytest.raises(ValueError, match=words):
-        from_file(Block(**update_info(str(path), manifest, "a-run/engine-0/2.7")))
+        from_file(Block(**update_info(str(path), manifest, "a-run:engine-0:2.7")))
 
 
 def test_damaged_bytes_are_refused() -> None:

@@ -138,7 +138,7 @@ def test_versions() -> None:
     for label in ("default", "1", "1.2", ""):
         with pytest.raises(StartedAnew, match="no run gave it"):
             labels.version_of(label)
-    for label in ("a-run/engine-0/1.2.3", "a-run/engine-0/", "a-run/engine-0/a.b", "a-run/engine-1/1.2", "b-run/engine-0/1.2"):
+    for label in ("a-run:engine-0:1.2.3", "a-run:engine-0:", "a-run:engine-0:a.b", "a-run:engine-1:1.2", "b-run:engine-0:1.2"):
         with pytest.raises(WeightSyncError):
             labels.version_of(label)
 
@@ -321,10 +321,10 @@ def test_running_servers_that_will_not_do(tmp_path: Path, attribute: str, value:
 
 def test_a_server_that_another_run_gave_weights_is_taken_over_once_and_not_taken_back(tmp_path: Path) -> None:
     def theirs(fake: FakeVllm) -> None:
-        fake.label = "b-run/engine-2/3.4"
+        fake.label = "b-run:engine-2:3.4"
 
     def ours(fake: FakeVllm) -> None:
-        fake.label = "a-run/engine-0/1.9"
+        fake.label = "a-run:engine-0:1.9"
 
     (note,) = attach_to(tmp_path, theirs).notes
     assert "was engine-2 of run b-run before. If that run still trains, it ends" in note

@@ -141,7 +141,7 @@ def _giver_note(url: str, label: str, labels: Labels, again: bool) -> str | None
         return None
     if again:
         raise ConfigError(f"{url}: {taken_by(giver)}. A server can be one engine of one run: start another one, and name it in engine.urls")
-    run_id, _, engine_id = giver.rpartition("/")
+    run_id, _, engine_id = giver.rpartition(":")
     return f"the server at {url} was {engine_id} of run {run_id} before. If that run still trains, it ends: a server serves one run alone"
 
 

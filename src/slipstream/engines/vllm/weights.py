@@ -64,7 +64,7 @@ def _refused(report: _Report | None, label: str) -> bool:
 
 def _checksum(label: str, reports: list[_Report | None], failed: PeerLost | None) -> str:
     """The hash of the bytes that all workers hold as weights `label`; raises why they do not."""
-    name = label.rpartition("/")[2]
+    name = label.rpartition(":")[2]
     broken = [report["error"] for report in reports if report is not None and report["broken"]]
     if broken:
         raise NotWhole(

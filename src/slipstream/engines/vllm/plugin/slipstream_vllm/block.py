@@ -17,7 +17,7 @@ class Block:
     """What an update is told: the fields of slipstream's `Manifest`, and where the bytes are."""
 
     path: str  # a safetensors file, or /proc/<pid>/fd/<n>: an anonymous memory file of the process that offers it
-    label: str  # "<who gives them>/<incarnation>.<version>"
+    label: str  # "<who gives them>:<incarnation>.<version>"
     checksum: str  # xxh3-128 (hex) of the packed block, total_bytes long
     total_bytes: int
     entries: list  # (name, dtype, shape, offset, nbytes) each, in order of their offsets
@@ -35,7 +35,7 @@ class Block:
 
     @property
     def name(self):
-        return self.label.rpartition("/")[2]
+        return self.label.rpartition(":")[2]
 
     def whole(self, tensors, checksum):
         """The tensors by name, tied ones included, if they hash to what the trainer sent. ValueError otherwise."""
