@@ -84,15 +84,20 @@ def beside(results: Path, folder: Path) -> str:
     return "\n\n".join([table.markdown(), "\n".join(origins)])
 
 
+def _is_machine(results: Path, name: str) -> bool:
+    """Whether there are results of another machine by this name; a study may have a folder of parts beside its result."""
+    return (results / name).is_dir() and not (results / f"{name}.json").exists()
+
+
 def fill(text: str, results: Path) -> str:
     """The page with every block made anew; one without recorded results says so. The block `missed` is about all others of the page."""
-    names = [name for _, name, _, _ in BLOCK.findall(text) if name != MISSED and not (results / name).is_dir()]
+    names = [name for _, name, _, _ in BLOCK.findall(text) if name != MISSED and not _is_machine(results, name)]
 
     def block(found: re.Match[str]) -> str:
         if found[2] == MISSED:
             return f"{found[1]}{missed(results, names)}\n{found[4]}"
-        if (folder := results / found[2]).is_dir():
-            return f"{found[1]}{beside(results, folder)}\n{found[4]}"
+        if _is_machine(results, found[2]):
+            return f"{found[1]}{beside(results, results / found[2])}\n{found[4]}"
         path = results / f"{found[2]}.json"
         body = rendered(json.loads(path.read_text()), int(found[3] or 0)) if path.exists() else "Not measured yet."
         return f"{found[1]}{body}\n{found[4]}"

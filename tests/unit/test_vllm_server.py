@@ -55,6 +55,9 @@ def test_the_command_line() -> None:
         '--weight-transfer-config {"backend": "slipstream_shared_memory"}', "--worker-extension-cls slipstream_vllm.worker.WorkerExtension",
     ):  # fmt: skip
         assert part in text
+    assert "--enforce-eager --block-size 32" in text and "--block-size" not in replace(SPEC).command(
+        replace(environment(), on_cpu=False), Path("/s")
+    )
     assert "--max-logprobs" not in text and "--enable-return-routed-experts" not in text
     more = " ".join(replace(SPEC, max_logprobs=84, tells_routing=True).command(environment(), Path("/private/engine-0.vllm")))
     assert "--max-logprobs 84 --enable-return-routed-experts --max-num-batched-tokens 512" in more

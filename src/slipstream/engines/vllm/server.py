@@ -28,6 +28,7 @@ MODEL = "policy"  # the name it serves the model under
 PROBES = 1  # sequences beside those of `slots`: one that waited for them would hold an update, and all tokens, until one of them ends
 LOGPROBS_MODE = "processed_logprobs"  # of the distribution that was sampled from
 HEALTH_INTERVAL_S = 0.2
+CPU_BLOCK_TOKENS = 32  # the least that its kernels like; of its default, 128, a group's prompt often fills none, and then none is shared
 ADAPTER_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"  # without it there are no routes for adapters
 STOP_S = 10.0  # from SIGTERM to SIGKILL
 LOG_LINES = 20
@@ -85,7 +86,7 @@ class ServerSpec:
             *("--load-format", "dummy", "--skip-tokenizer-init", "--generation-config", "vllm"),
             *("--logprobs-mode", LOGPROBS_MODE, "--weight-transfer-config", json.dumps({"backend": self.transfer})),
             *("--worker-extension-cls", "slipstream_vllm.worker.WorkerExtension"),
-            *(("--enforce-eager",) if environment.on_cpu else ()),
+            *(("--enforce-eager", "--block-size", str(CPU_BLOCK_TOKENS)) if environment.on_cpu else ()),
             *(self.adapters.options() if self.adapters else ()),
             *(("--max-logprobs", str(self.max_logprobs)) if self.max_logprobs else ()),
             *(("--enable-return-routed-experts",) if self.tells_routing else ()),
