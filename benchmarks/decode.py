@@ -208,6 +208,9 @@ def products_s(model: PreTrainedModel, batch: int, rounds: int = 4) -> float:
     if torch.backends.mkl.is_available() and model.dtype == torch.float32:
         pack, multiply = torch.ops.mkl._mkl_reorder_linear_weight, torch.ops.mkl._mkl_linear
         forms.append((lambda w: pack(w.detach(), batch), lambda x, w, packed: multiply(x, packed, w, None, batch)))
+    if torch.backends.mkldnn.is_available():
+        reorder, linear = torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
+        forms.append((lambda w: reorder(w.detach(), batch), lambda x, w, packed: linear(x, packed, None, "none", [], "")))
     weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
     inputs = {w.shape[1]: torch.randn(batch, w.shape[1], dtype=w.dtype) for w in weights}
     best: dict[torch.Size, float] = {}  # of all products of this shape together
@@ -228,7 +231,7 @@ def _seconds(do: Callable[[], Any]) -> float:
 
 
 _PARTS = {
-    "matrix products": ("mkl::_mkl_linear", "aten::mm", "aten::addmm", "aten::bmm"),
+    "matrix products": ("mkl::_mkl_linear", "mkldnn::_linear_pointwise", "aten::mm", "aten::addmm", "aten::bmm"),
     "attention": ("aten::_scaled_dot_product_flash_attention_for_cpu",),
     "keys and values: write and gather": ("aten::index_copy_", "aten::index_select"),
     "copies (operands turned over)": ("aten::copy_",),
