@@ -4,7 +4,7 @@
 
 `figures: NAME 1` is the first of its tables alone. The block of the name `missed` lists every missed target of the page's other blocks, and
 every one of them without figures. A block of the name of a folder, results/NAME/, sets the targets of the results there, from another
-machine, beside those of results/.
+machine, beside those of results/; `figures: NAME/OTHER` is one of those results whole.
 
 So that no figure is copied by hand, and each stands with its command, machine and date.
 """
@@ -23,7 +23,7 @@ from bench import RESULTS, Table, Target
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = (DOCS / "performance.md", DOCS / "results.md", DOCS / "lora.md", DOCS / "weight_sync.md", DOCS / "vllm.md")
 MISSED = "missed"  # the block that sums up the others
-BLOCK = re.compile(r"(<!-- figures: (\w+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- figures: ([\w/]+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def rendered(record: dict[str, Any], table: int = 0) -> str:
@@ -91,7 +91,7 @@ def _is_machine(results: Path, name: str) -> bool:
 
 def fill(text: str, results: Path) -> str:
     """The page with every block made anew; one without recorded results says so. The block `missed` is about all others of the page."""
-    names = [name for _, name, _, _ in BLOCK.findall(text) if name != MISSED and not _is_machine(results, name)]
+    names = [name for _, name, _, _ in BLOCK.findall(text) if name != MISSED and "/" not in name and not _is_machine(results, name)]
 
     def block(found: re.Match[str]) -> str:
         if found[2] == MISSED:
