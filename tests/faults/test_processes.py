@@ -271,12 +271,15 @@ def test_a_role_that_is_ended_on_purpose_may_put_in_order_what_outlives_it(tmp_p
                     ready()
                     await asyncio.sleep(1000)
                 finally:
-                    await asyncio.sleep(0)
+                    ready()
+                    await asyncio.sleep(0.2)
                     pathlib.Path({str(tmp_path / "left")!r}).touch()
             asyncio.run(work())
             """
             process = await run.start("engine", body)
-            await run.supervisor.end("engine")
+            process.signal(signal.SIGTERM)
+            assert await asyncio.to_thread(os.read, run.ready_read, 1) == b"e", "it is on its way out"
+            await run.supervisor.end("engine")  # asks again
             assert (tmp_path / "left").exists() and process.exit_code == 1, "it was killed first"
 
     asyncio.run(main())

@@ -65,7 +65,7 @@ def make(**tables: Any) -> Config:
         ({"engine": {"type": "vllm", "urls": ["http://a"], "python": "p"}}, ("python with urls", "run already")),
         ({"engine": {"type": "vllm", "urls": ["http://a", "unix:/b"]}}, ("2 servers", "replicas = 1", "use replicas = 2")),
         ({"engine": {"type": "vllm", "urls": ["a:80"]}}, ('"a:80"', "unix:/path")),
-        ({"engine": {"type": "vllm", "urls": ["http://a"] * 2, "replicas": 2}}, ('"http://a"', "2 times", "one engine")),
+        ({"engine": {"type": "vllm", "urls": ["http://a", "http://a/"], "replicas": 2}}, ('"http://a"', "2 times", "one engine")),
         ({"engine": {"type": "vllm"}, "rollout": {"temperature": 8.0}}, ("rollout.temperature = 8", "takes 0.01 to 2")),
         ({"engine": {"type": "vllm"}, "evaluation": {"temperature": 0.001}}, ("evaluation.temperature = 0.001", "takes 0.01 to 2")),
         ({"engine": {"type": "vllm"}, "rollout": {"top_p": 0.9}}, ("top_p = 0.9", "no top_k", "set top_k besides")),

@@ -38,6 +38,7 @@ class FakeRun:
         self.event = asyncio.Event()
         self.started: list[str] = []
         self.urls: list[str] = []
+        self.again: list[bool] = []  # whether the process was told that its server had been this engine before
         self.ended: list[str] = []
         self.gone: list[tuple[str, str]] = []
         self.engines = Engines(Config(engine=EngineSettings(replicas=len(versions), **engine)), [self], self.start)  # type: ignore[arg-type]
@@ -46,9 +47,10 @@ class FakeRun:
         for number, version in enumerate(versions):
             self.serve(ENGINES[number], version)
 
-    async def start(self, engine_id: str, url: str) -> None:
+    async def start(self, engine_id: str, url: str, again: bool) -> None:
         self.started.append(engine_id)
         self.urls.append(url)
+        self.again.append(again)
 
     async def end(self, role: str) -> None:
         self.ended.append(role)
@@ -125,8 +127,8 @@ def test_running_servers_are_added_by_their_url_and_keep_it() -> None:
         await fake.engines.start()
         with pytest.raises(ConfigError, match=r"somebody else started.*--url"):
             await fake.engines.add_engine("")
-        with pytest.raises(ConfigError, match="http://a is engine-0 already"):
-            await fake.engines.add_engine("http://a")
+        with pytest.raises(ConfigError, match="http://a/ is engine-0 already"):
+            await fake.engines.add_engine("http://a/")
         with pytest.raises(ConfigError, match='"c" is neither'):
             await fake.engines.add_engine("c")
         adding = asyncio.create_task(fake.engines.add_engine("http://c"))
@@ -141,6 +143,7 @@ def test_running_servers_are_added_by_their_url_and_keep_it() -> None:
         fake.core.observer = SimpleNamespace(note=lambda text: None)
         await fake.engines.start_anew("engine-2", RoleFailed("engine-2", "gone"))
         assert fake.urls == ["http://a", "unix:/b", "http://c", "http://d", "http://c"]
+        assert fake.again == [False, False, False, False, True], "an id that comes again may have another server"
         with pytest.raises(ConfigError, match='engines are of type "embedded"'):
             await FakeRun(4).engines.add_engine("http://a")
 

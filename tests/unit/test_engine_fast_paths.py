@@ -140,7 +140,7 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it() -> None:
 
 OWN = product_forms.form()
 OTHERS = [kind() for kind in (Mkl, OneDnn) if kind.available() and not isinstance(OWN, kind)]
-FORMS = [OWN, *(other for other in OTHERS if same_bits(other, 576, 576, torch.float32, 1))]  # where another packs anything at all
+FORMS = [form for form in (OWN, *OTHERS) if form.packs(torch.float32) and same_bits(form, 576, 576, torch.float32, 1)]
 
 
 @pytest.fixture(params=FORMS, ids=lambda form: type(form).__name__)
@@ -166,25 +166,26 @@ def test_packed_weights_give_the_same_bits(kind: str, form: Form, monkeypatch: p
     assert mixed_run(kind) == packed
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_bits_do_not_depend_on_what_is_packed_by_now(threads: int, form: Form) -> None:
+def test_bits_do_not_depend_on_what_is_packed_by_now(threads: int, dtype: torch.dtype, form: Form) -> None:
     """Layers as wide as real ones, whose sums the library takes in pieces; with so many inputs in one that MKL's form is never used."""
     torch.manual_seed(0)
     first = (nn.Linear(576, 576) for _ in range(6))  # packed before the others are
     layers = [*first, nn.Linear(576, 1536), nn.SiLU(), nn.Linear(1536, 576), nn.Linear(576, 2048), nn.SiLU(), nn.Linear(2048, 96)]
-    model, x = nn.Sequential(*layers).requires_grad_(False), torch.randn(80, 576)
+    model, x = nn.Sequential(*layers).requires_grad_(False).to(dtype), torch.randn(300, 576).to(dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         products = Products(model)
-        for rows in (5, 32, 48, 80):
+        for rows in (5, 32, 48, 80, 200, 300):
             products.forget()
             outputs = []
             for _ in range(9):
                 with products.fast():
                     outputs.append(model(x[:rows]))
             assert all(torch.equal(out, outputs[0]) for out in outputs), rows
-            assert bool(packed_layers(model)) == (rows in form.rows)
+            assert bool(packed_layers(model)) == (rows in form.rows and form.packs(dtype))
     finally:
         torch.set_num_threads(before)
 

@@ -11,8 +11,10 @@ import pytest
 
 from slipstream.config.settings import Config
 from slipstream.errors import RoleFailed
+from slipstream.launch import role
 from slipstream.launch.context import OpenRun, RunContext
 from slipstream.launch.local import LocalRun
+from slipstream.launch.processes import ASKED_TO_LEAVE
 
 
 class Controller:
@@ -61,3 +63,19 @@ def test_what_a_role_only_echoes_does_not_hide_the_error_of_the_last_step(
             asyncio.run(run.run(()))
     finally:
         run.close()
+
+
+@pytest.mark.parametrize(("message", "code"), [((ASKED_TO_LEAVE,), 0), ((), None)])
+def test_a_role_that_was_asked_to_leave_has_not_failed(message: tuple[str, ...], code: int | None, monkeypatch) -> None:
+    """Any other cancellation is nobody's wish."""
+
+    async def cancelled(child: object) -> None:
+        raise asyncio.CancelledError(*message)
+
+    monkeypatch.setattr(role, "play", cancelled)
+    child: Any = SimpleNamespace(others=[])
+    if code is None:
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(role.run_role(child))
+    else:
+        assert asyncio.run(role.run_role(child)) == code

@@ -420,6 +420,23 @@ def test_tokens_of_unknown_weights_are_not_taken(tmp_path: Path, label: str, tel
     run(tmp_path, body)
 
 
+@pytest.mark.parametrize(
+    ("label", "error"), [("another-run:engine-0:1.0", WeightSyncError), ("default", StartedAnew)], ids=["taken", "started anew"]
+)
+def test_a_server_that_is_not_ours_any_more_is_given_nothing(tmp_path: Path, label: str, error: type[Exception]) -> None:
+    """Also where no token has come meanwhile that would have told."""
+
+    async def body(bench: Bench) -> None:
+        await bench.publish(0)
+        bench.fake.label = label
+        bench.fake.calls.clear()
+        with pytest.raises(error):
+            await bench.publish(1)
+        assert bench.fake.calls == [] and bench.fake.label == label
+
+    run(tmp_path, body)
+
+
 @pytest.mark.parametrize("logprob", ["-9999.0", "nan", "0.5"])
 def test_a_logprob_that_is_none_ends_the_engine(tmp_path: Path, logprob: str) -> None:
     async def body(bench: Bench) -> None:

@@ -92,9 +92,10 @@ def _placing(config: Config) -> Iterator[Problem]:
     bad = [url for url in engine.urls if not url.startswith(SERVER_URLS)]
     if bad:
         yield (("engine.urls",), f'"{bad[0]}" is neither http://host:port nor unix:/path/of/socket')
-    twice = [url for url in engine.urls if engine.urls.count(url) > 1]
+    servers = [url.rstrip("/") for url in engine.urls]
+    twice = [url for url in servers if servers.count(url) > 1]
     if twice:
-        yield (("engine.urls",), f'"{twice[0]}" stands there {engine.urls.count(twice[0])} times: a server can be one engine')
+        yield (("engine.urls",), f'urls names "{twice[0]}" {servers.count(twice[0])} times, and a server can be one engine')
 
 
 def _exactness(config: Config) -> Iterator[Problem]:

@@ -29,12 +29,12 @@ SERVE_DEADLINE_S = START_S + LOAD_S + 60.0  # from the start of an engine's proc
 
 class Engines:
     """`control.EngineControl`, and what the supervisor asks. `start` starts the process of an engine of this id; with a URL, that server is
-    the engine.
+    the engine, and is told whether it was it before.
 
     Experiments share their engine's process: it is one in each of the runs of these controllers. What a person asks is for one run alone.
     """
 
-    def __init__(self, config: Config, controllers: Sequence[Controller], start: Callable[[str, str], Awaitable[None]]):
+    def __init__(self, config: Config, controllers: Sequence[Controller], start: Callable[[str, str, bool], Awaitable[None]]):
         self._config, self._controllers, self._start_process = config, controllers, start
         self._controller = controllers[0]
         self._urls = dict(zip(ENGINES, config.engine.urls, strict=False))  # of those that are servers which run already
@@ -49,8 +49,8 @@ class Engines:
             self._running.add(engine_id)
             await self._start(engine_id)
 
-    async def _start(self, engine_id: str) -> None:
-        await self._start_process(engine_id, self._urls.get(engine_id, ""))
+    async def _start(self, engine_id: str, *, again: bool = False) -> None:
+        await self._start_process(engine_id, self._urls.get(engine_id, ""), again)
 
     # ---- the supervisor's side
 
@@ -74,7 +74,7 @@ class Engines:
         what = str(error).partition("\n")[0].rstrip(".")
         for controller in self._controllers:
             controller.core.observer.note(f"{what}. It is started anew; its rollouts go on from their tokens (log/{role}.log)")
-        await self._start(role)
+        await self._start(role, again=True)
 
     def given_up(self, role: str, error: SlipstreamError) -> None:
         """An added engine has failed before it came into service."""
@@ -126,7 +126,8 @@ class Engines:
             raise ConfigError(
                 "this run's engines are servers that somebody else started (engine.urls); start one more and name it with --url"
             )
-        if taken := [engine_id for engine_id in self._running if url and self._urls.get(engine_id) == url]:
+        same = url.rstrip("/")
+        if taken := [engine_id for engine_id in self._running if url and self._urls.get(engine_id, "").rstrip("/") == same]:
             raise ConfigError(f"the server at {url} is {taken[0]} already")
 
     async def _joined(self, engine_id: str) -> int:

@@ -122,11 +122,8 @@ class LocalRun:
         """A role says why it is about to end, and in which run."""
         self.supervisor.report(role, msgspec.structs.replace(failure, message=f"{run.context.where}{failure.message}"))
 
-    async def _start_engine(self, engine_id: str, url: str) -> None:
-        options: dict[str, str] = {}
-        if url:
-            again = any(engine_id in run.controller.core.state.engine_starts for run in self._runs)
-            options = {"url": url, "again": "yes"} if again else {"url": url}
+    async def _start_engine(self, engine_id: str, url: str, again: bool) -> None:
+        options = {"url": url} | ({"again": "yes"} if again else {}) if url else {}
         await self._start(engine_id, self._config.engine.threads, options=options)
 
     async def _start(

@@ -31,6 +31,7 @@ from slipstream.models.one_base import OneBase
 from slipstream.protocols import Progress
 from slipstream.weight_sync.memory import MemoryFile
 
+ASKED_TO_LEAVE = "asked to leave"  # by SIGTERM: the message of a cancellation
 _SPEC_VARIABLE = "SLIPSTREAM_ROLE"
 STACKS_SIGNAL = signal.SIGUSR1  # dumps every thread's stack into the role's log
 
@@ -192,10 +193,12 @@ def child_setup() -> Child:
 
 
 def end_in_good_order() -> None:
-    """From now on SIGTERM cancels the running task in place of ending the process: for a role that holds something which outlives it."""
+    """From now on SIGTERM cancels the running task in place of ending the process: for a role that holds something which outlives it. Once:
+    what it puts in order is not cut short by another one."""
     task = asyncio.current_task()
     assert task is not None, "in a role's task"
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    calls = iter([lambda: task.cancel(ASKED_TO_LEAVE)])
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: next(calls, lambda: None)())
 
 
 @contextlib.contextmanager

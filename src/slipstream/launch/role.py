@@ -20,7 +20,7 @@ from pathlib import Path
 from slipstream.config.load import load_config
 from slipstream.deadlines import LOAD_S
 from slipstream.launch.context import RunContext
-from slipstream.launch.processes import Child, child_setup, importing
+from slipstream.launch.processes import ASKED_TO_LEAVE, Child, child_setup, importing
 from slipstream.launch.together import together
 from slipstream.launch.wire import RemoteController, connect
 
@@ -142,8 +142,9 @@ async def run_role(child: Child) -> int:
     """Play the role in every run that this process was started for, until all have ended or one has failed; the exit code."""
     try:
         await together(play(each) for each in (child, *child.others))
-    except asyncio.CancelledError:
-        return 0  # asked to leave (`processes.end_in_good_order`)
+    except asyncio.CancelledError as cancelled:
+        if ASKED_TO_LEAVE not in cancelled.args:
+            raise
     except Exception:
         traceback.print_exc()
         return 1

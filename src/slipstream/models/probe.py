@@ -37,7 +37,7 @@ class ProbeResult:
 
     engine_gap: float  # max |logprob difference| of engine and plain forwards, nats
     packed_gap: float  # the same of packed and plain forwards
-    min_rows: int  # what a decode pass is to be padded to, so that rows do not depend on their neighbours: 4, 16 or all slots
+    min_rows: int  # what a decode pass is padded to, so that rows do not depend on their neighbours: 4, 16 or all slots; 4 if none does it
     row_invariant: bool  # whether that was achieved (experts may break it: see `_find_min_rows`)
     num_tokens: int  # compared
 
@@ -103,7 +103,7 @@ def _find_min_rows(
         apart = _generate(model, requests, max(min_rows, len(requests)), max_context, min_rows)
         if all((a.tokens, a.logprobs) == (b.tokens, b.logprobs) for a, b in zip(apart, expected, strict=True)):
             return min_rows, True
-    return candidates[-1], False
+    return MIN_ROWS, False  # where no padding does it, none is paid for
 
 
 def _gap(a: np.ndarray, b: np.ndarray) -> float:

@@ -133,6 +133,7 @@ class CollectivePublisher(Publisher):
                 connection, _ = self._listener.accept()
             except OSError as error:  # e.g. no descriptors are left
                 self._deaf = error
+                print(f"weights: engines cannot connect any more: {error}", file=sys.stderr, flush=True)  # log/trainer.log
                 self._listener.close()  # who comes is refused at once
                 return
             if self._closed:

@@ -93,8 +93,8 @@ class Mkl:
 class OneDnn:
     """torch's operators of oneDNN's linear layer, as its compiler uses them. One row alone has a kernel of its own."""
 
-    rows = range(2, 1 << 30)
-    checked_rows = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 130)
+    rows = range(2, 257)
+    checked_rows = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 127, 128, 129, 255, 256)
 
     @staticmethod
     def available() -> bool:

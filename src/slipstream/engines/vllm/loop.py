@@ -128,7 +128,7 @@ class _Loop:
     async def _adopt(self, offer: WeightsOffer) -> None:
         """Have the server adopt it, report. No frame of it leaves before the controller knows."""
         manifest = offer.manifest
-        self._page.working("adopt weights", 3 * UPDATE_S, owed=f"weights {manifest.incarnation}.{manifest.version}")
+        self._page.working("adopt weights", 4 * UPDATE_S, owed=f"weights {manifest.incarnation}.{manifest.version}")
         adopted = await self._weights.adopt(offer)
         await self._tell(manifest.version, adopted.reading)
         report = EngineReport(

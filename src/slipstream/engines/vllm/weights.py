@@ -1,5 +1,6 @@
 """A version of the weights into a server, whole or not at all.
 
+GET  /weight_info                it still holds what it was given, and nobody else's weights
 POST /pause?mode=keep            the engine core finishes its step and everything it sampled is on its way
 POST /start_weight_update        nothing happens yet (vLLM wants it)
 POST /update_weights             slipstream's weight engine: checksum, names, shapes, whole groups, then the copy
@@ -21,7 +22,7 @@ import numpy as np
 from slipstream.deadlines import LOAD_S
 from slipstream.engines.vllm.client import Client
 from slipstream.engines.vllm.engine import VllmEngine
-from slipstream.engines.vllm.labels import Labels, name_of_version
+from slipstream.engines.vllm.labels import Labels, giver_of, name_of_version
 from slipstream.errors import PeerLost, SlipstreamError, WeightSyncError
 from slipstream.protocols import Manifest, WeightsOffer
 from slipstream.weight_sync.probe import ProbeRecord, Reading, probe_tokens
@@ -101,7 +102,8 @@ class ServerWeights:
         in place of the version.
 
         With `recompute`, keys and values of older weights are dropped; at the first update always, since they may be another run's.
-        Raises WeightSyncError where the weights are refused: the server then goes on with what it held. NotWhole, PeerLost or
+        Raises WeightSyncError where the weights are refused: the server then goes on with what it held; and, before it is asked anything,
+        for one that another run has taken (`labels.StartedAnew` where its owner has started it anew). NotWhole, PeerLost or
         DeadlineExceeded where it holds a mixture, or nobody knows what: it stays paused. A cancellation waits for the end of the update:
         broken off, it would leave the server paused, which may be somebody else's.
         """
@@ -114,6 +116,10 @@ class ServerWeights:
             raise
 
     async def _update(self, path: str, manifest: Manifest, label: str, recompute: bool, paused: Callable[[], None]) -> str:
+        if not self._first:
+            held = (await self._client.get("/weight_info"))["weight_version"]
+            if giver_of(held) != self.labels.giver:
+                raise self.labels.not_ours(held)
         await self._client.post("/pause", mode="keep", clear_cache="true" if recompute or self._first else "false")
         whole = True  # it holds one version, under its label
         try:
