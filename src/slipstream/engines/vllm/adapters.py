@@ -52,7 +52,7 @@ class ServerAdapters:
         version = (offer.manifest.incarnation, offer.manifest.version)
         self._remove_evicted()
         checksum, folder = await beside(self._files.write, offer)
-        await self._check_base()
+        await self._weights.check_ours()
         await self._make_place()
         began = time.perf_counter()
         await self._load(version, folder)
@@ -63,12 +63,6 @@ class ServerAdapters:
         assert self._brought is not None, "it has been brought"
         self._engine.adopt((offer.manifest.incarnation, offer.manifest.version), self._brought.checksum)
         return self._brought
-
-    async def _check_base(self) -> None:
-        """Raises what it means where the server does not hold this run's base any more: it would take the adapter all the same."""
-        label = (await self._client.get("/weight_info"))["weight_version"]
-        if label != self._engine.labels.base:
-            raise self._engine.labels.not_ours(label)
 
     async def _make_place(self) -> None:
         """Unload what nothing needs, or wait until something ends that does: its stream has a deadline from token to token."""

@@ -115,11 +115,15 @@ class ServerWeights:
             await asyncio.wait({task})  # each of its calls has a deadline
             raise
 
+    async def check_ours(self) -> None:
+        """Raises `Labels.not_ours` where the server does not hold what this engine gave it any more: it would take more all the same."""
+        held = (await self._client.get("/weight_info"))["weight_version"]
+        if giver_of(held) != self.labels.giver:
+            raise self.labels.not_ours(held)
+
     async def _update(self, path: str, manifest: Manifest, label: str, recompute: bool, paused: Callable[[], None]) -> str:
         if not self._first:
-            held = (await self._client.get("/weight_info"))["weight_version"]
-            if giver_of(held) != self.labels.giver:
-                raise self.labels.not_ours(held)
+            await self.check_ours()
         await self._client.post("/pause", mode="keep", clear_cache="true" if recompute or self._first else "false")
         whole = True  # it holds one version, under its label
         try:
